@@ -1,0 +1,33 @@
+# make demo | test | lint | bench | clean   (each makes .venv and installs what it needs)
+PYTHON ?= python3
+TORCH ?= torch
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+# One stamp for the environment: it is stale when the dependencies change, and half an install
+# leaves no stamp.
+$(VENV)/.installed: pyproject.toml setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/ppo-kernels demo sentiment --out runs/demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 tests
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis

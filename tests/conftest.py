@@ -1,0 +1,28 @@
+"""One place that decides how the tests run: interpreter, threads, seeds."""
+
+import os
+
+# Before triton is imported anywhere: without a GPU its kernels run in the interpreter.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
+settings.load_profile("default")
+torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

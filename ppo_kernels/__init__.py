@@ -1,3 +1,27 @@
-"""The PPO core for language models as fused PyTorch ops."""
+"""The PPO core for language models as fused PyTorch ops: the public names, nothing else."""
+
+from ppo_kernels.ops.gae import Advantages, gae
+from ppo_kernels.ops.hidden import lm_loss, logprobs_from_hidden
+from ppo_kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
+from ppo_kernels.ops.loss import PPOLoss, ppo_loss, ppo_loss_from_hidden, ppo_loss_from_logits
+from ppo_kernels.ops.rewards import compute_rewards, kl_penalty
+from ppo_kernels.ops.whitening import masked_mean, masked_whiten
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Advantages",
+    "PPOLoss",
+    "compute_rewards",
+    "entropy_from_logits",
+    "gae",
+    "kl_penalty",
+    "lm_loss",
+    "logprobs_from_hidden",
+    "logprobs_from_logits",
+    "masked_mean",
+    "masked_whiten",
+    "ppo_loss",
+    "ppo_loss_from_hidden",
+    "ppo_loss_from_logits",
+]

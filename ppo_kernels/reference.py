@@ -1,0 +1,504 @@
+"""What each op means, in plain PyTorch: the specification, the oracle and the fallback.
+
+Conventions, shared by every op: `logprobs[t] = log pi(token_t | prefix before t)`,
+`values[t] = V(prefix before t)`, `mask[t]` says whether token t is an action that is trained; the
+three share the index and nothing here shifts anything. A masked slot is selected away before any
+arithmetic, so NaN and inf there reach nothing. fp64 inputs are computed in fp64, all others in
+fp32. Nothing here reads a value back to the host. Inputs are assumed valid: ops/ checks them.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
+POLICY_LOSSES = ("clip", "kl", "a2c")
+REDUCTIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "sum")
+STAT_NAMES = (
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "kl_ref",
+    "approx_kl",
+    "policy_kl",
+    "clipfrac",
+    "clipfrac_high",
+    "clipfrac_low",
+    "clipfrac_value",
+    "ratio_mean",
+    "ratio_max",
+    "n",
+)
+# exp() arguments are clamped here, as verl, OpenRLHF and NeMo-RL do: e^20 is finite in every dtype.
+LOG_RATIO_CLAMP = 20.0
+# One chunk of the full-vocabulary loops holds at most this many fp32 numbers (64 MB).
+CHUNK_ELEMENTS = 1 << 24
+
+
+def upcast(x: Tensor) -> Tensor:
+    """fp64 stays fp64, everything else becomes fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# ------------------------------------------------------------------------------- log-probs
+
+
+def _row_chunks(rows: int, V: int) -> Iterator[slice]:
+    step = max(1, CHUNK_ELEMENTS // max(V, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def transform_logits(
+    x: Tensor, temperature: Tensor | float, logit_scale: float, softcap: float | None
+) -> Tensor:
+    """`z = softcap * tanh(logit_scale * x / softcap) / temperature`; -inf stays masked.
+
+    temperature: a number, or a tensor that broadcasts against the leading dimensions of x.
+    """
+    z = upcast(x)
+    if logit_scale != 1.0:
+        z = z * logit_scale
+    if softcap is not None:
+        z = torch.where(z == -torch.inf, z, softcap * torch.tanh(z / softcap))
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(z.dtype).unsqueeze(-1)
+    return z / temperature
+
+
+def logprobs_and_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """The meaning of `logprobs_from_logits`, differentiable by autograd; holds [.., V] copies.
+
+    `logp = z_y - lse(z)`, `H = ln s - sum_v e_v (z_v - m) / s` with `e = exp(z - m)`,
+    `s = sum e`, `m = max z`.
+    """
+    ignored = labels == ignore_index
+    V = logits.shape[-1]
+    bad = ((labels < 0) | (labels >= V)) & ~ignored
+    x = torch.where(ignored.unsqueeze(-1), torch.zeros_like(logits), logits)
+    z = transform_logits(x, temperature, logit_scale, softcap)
+    # A row that is -inf everywhere keeps m = -inf, and -inf - -inf makes it NaN, as it should be.
+    m = z.detach().amax(-1, keepdim=True)
+    d = z - m
+    e = torch.exp(d)
+    s = e.sum(-1)
+    masked = z == -torch.inf
+    w = torch.where(masked, 0.0, e * torch.where(masked, 0.0, d)).sum(-1)
+    y = labels.clamp(0, V - 1).long().unsqueeze(-1)
+    log_s = torch.log(s)
+    logp = d.gather(-1, y).squeeze(-1) - log_s
+    entropy = log_s - w / s
+    nan = torch.full_like(logp, torch.nan)
+    # Multiplying by NaN, not selecting it, so that the row's gradient is NaN too.
+    poison = torch.where(bad, nan, torch.ones_like(nan))
+    zero = torch.zeros_like(logp)
+    return (
+        torch.where(ignored, zero, logp * poison),
+        torch.where(ignored, zero, entropy * poison),
+    )
+
+
+def logprobs_fwd(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_and_entropy` of logits [N, V] in row chunks, without a graph."""
+    out_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    logp = torch.empty(logits.shape[:-1], dtype=out_dtype, device=logits.device)
+    entropy = torch.empty_like(logp)
+    with torch.no_grad():
+        for rows in _row_chunks(*logits.shape):
+            t = temperature[rows] if isinstance(temperature, Tensor) else temperature
+            logp[rows], entropy[rows] = logprobs_and_entropy(
+                logits[rows], labels[rows], t, logit_scale, softcap, ignore_index
+            )
+    return logp, entropy
+
+
+def logprobs_bwd(
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    temperature: Tensor | float,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+) -> Tensor:
+    """d(logits) [N, V] in row chunks: `dz = g (1_y - p) - h p (ln p + H)`, then the chain rule."""
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    for rows in _row_chunks(*logits.shape):
+        x = logits[rows].detach().requires_grad_()
+        t = temperature[rows] if isinstance(temperature, Tensor) else temperature
+        with torch.enable_grad():
+            outputs = logprobs_and_entropy(x, labels[rows], t, logit_scale, softcap, ignore_index)
+        pairs = [
+            (o, g[rows].to(o.dtype))
+            for o, g in zip(outputs, (grad_logp, grad_entropy))
+            if g is not None
+        ]
+        (grad,) = torch.autograd.grad([o for o, _ in pairs], x, [g for _, g in pairs])
+        ignored = (labels[rows] == ignore_index).unsqueeze(-1)
+        out[rows] = torch.where(ignored, torch.zeros_like(grad), grad)
+    return out
+
+
+# ----------------------------------------------------------------------------- KL and rewards
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str = "k1") -> Tensor:
+    """Per-token estimators of KL(pi || ref) for tokens sampled from pi (Schulman 2020).
+
+    With `d = logp - ref`: k1 = d, k2 = d^2/2, k3 = e^-d - 1 + d, abs = |d|. A trailing "+" keeps
+    the value and takes the gradient of k2, the one whose expectation is right (verl).
+    """
+    d = upcast(logprobs) - upcast(ref_logprobs)
+    if kind.endswith("+"):
+        k2 = 0.5 * d * d
+        return kl_penalty(logprobs, ref_logprobs, kind[:-1]).detach() + (k2 - k2.detach())
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return 0.5 * d * d
+    if kind == "abs":
+        return d.abs()
+    d = d.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return torch.expm1(-d) + d
+
+
+def last_action(mask: Tensor) -> Tensor:
+    """[B, T] bool: True at the last True of each row of mask; rows without one have none."""
+    after = mask.flip(-1).cumsum(-1).flip(-1)
+    return mask & (after == 1)
+
+
+def compute_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    kl_coef: float | Tensor,
+    kind: str = "k1",
+    placement: str = "token",
+    token_rewards: Tensor | None = None,
+) -> Tensor:
+    """Rewards [B, T]: KL shaping, the score on the last action, optional per-token rewards."""
+    zero = torch.zeros((), dtype=upcast(logprobs).dtype, device=logprobs.device)
+    kl = kl_penalty(torch.where(mask, logprobs, 0), torch.where(mask, ref_logprobs, 0), kind)
+    scores = scores.to(kl.dtype)
+    if placement == "token":
+        rewards = -kl_coef * kl
+    else:
+        n = mask.sum(-1).clamp(min=1)
+        scores = scores - kl_coef * kl.sum(-1) / n
+        rewards = torch.zeros_like(kl)
+    rewards = rewards + torch.where(last_action(mask), scores.unsqueeze(-1), zero)
+    if token_rewards is not None:
+        rewards = rewards + torch.where(mask, token_rewards.to(kl.dtype), zero)
+    return torch.where(mask, rewards, zero)
+
+
+# -------------------------------------------------------------------------------------- GAE
+
+
+class Advantages(NamedTuple):
+    """advantages, returns: like values; stats: fp64 [3] = (n, sum A, sum A^2) over valid tokens."""
+
+    advantages: Tensor
+    returns: Tensor
+    stats: Tensor
+
+
+def gae(
+    rewards: Tensor | None,
+    values: Tensor,
+    mask: Tensor | None,
+    gamma: float,
+    lam: float,
+    lam_returns: float | None = None,
+    scores: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+) -> Advantages:
+    """Padded [B, T] GAE, one step of the carry form per column, right to left.
+
+    `R_t = r_t + X_{t+1}`, `A_t = R_t - V_t`, `X_t = gamma ((1-lam) V_t + lam R_t)`. A masked token
+    is the identity. The score is a reward on the last action; `bootstrap` [B] enters as
+    `gamma * bootstrap` after it. An episode that ends inside the row (`terminated[t]`) hands 0 to
+    t; one that is cut (`truncated[t]`, with bootstrap [B, T]) hands `gamma * bootstrap[t]`.
+    """
+    dtype = upcast(values).dtype
+    B, T = values.shape
+    if mask is None:
+        mask = torch.ones_like(values, dtype=torch.bool)
+    zero = torch.zeros((), dtype=dtype, device=values.device)
+    v = torch.where(mask, values.to(dtype), zero)
+    r = zero.expand(B, T) if rewards is None else torch.where(mask, rewards.to(dtype), zero)
+    if scores is not None:
+        r = r + torch.where(last_action(mask), scores.to(dtype).unsqueeze(-1), zero)
+    per_token = bootstrap is not None and bootstrap.dim() == 2
+    x_end = zero.expand(B)
+    if bootstrap is not None and not per_token:
+        x_end = gamma * bootstrap.to(dtype)
+    lams = (lam, lam if lam_returns is None else lam_returns)
+    advantages, returns = torch.zeros_like(v), torch.zeros_like(v)
+    carry = [x_end, x_end]
+    for t in range(T - 1, -1, -1):
+        valid = mask[:, t]
+        for k, lam_k in enumerate(lams):
+            x = carry[k]
+            if terminated is not None:
+                x = torch.where(terminated[:, t], zero, x)
+            if truncated is not None:
+                cut = gamma * bootstrap[:, t].to(dtype) if per_token else zero
+                x = torch.where(truncated[:, t], cut, x)
+            ret = r[:, t] + x
+            if k == 0:
+                advantages[:, t] = torch.where(valid, ret - v[:, t], zero)
+            else:
+                returns[:, t] = torch.where(valid, ret, zero)
+            left = gamma * ((1 - lam_k) * v[:, t] + lam_k * ret)
+            carry[k] = torch.where(valid, left, carry[k])
+    return Advantages(advantages, returns, masked_sums(advantages, mask))
+
+
+def pad_packed(x: Tensor | None, cu_seqlens: Tensor, width: int, fill: float = 0) -> Tensor | None:
+    """Packed [N] -> padded [S, width], right-padded with `fill`."""
+    if x is None:
+        return None
+    starts = cu_seqlens[:-1].long().unsqueeze(-1)
+    at = torch.arange(width, device=x.device).unsqueeze(0)
+    inside = at < (cu_seqlens[1:] - cu_seqlens[:-1]).long().unsqueeze(-1)
+    if x.numel() == 0:
+        return x.new_full((cu_seqlens.numel() - 1, width), fill)
+    return torch.where(inside, x[(starts + at).clamp(max=x.numel() - 1)], x.new_full((), fill))
+
+
+def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
+    """Packed position -> the number of its sequence, [n] int64; no host round trip."""
+    at = torch.arange(n, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].long().contiguous(), at, right=True)
+
+
+# --------------------------------------------------------------------------------- whitening
+
+
+def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
+    """fp64 [3]: (n, sum, sum of squares) over the valid elements."""
+    x = torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device)).double()
+    return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
+
+
+def mean_rstd(stats: Tensor, eps: float = 1e-8) -> tuple[Tensor, Tensor]:
+    """fp64 (mean, 1/sqrt(unbiased variance + eps)); rstd is 0 when n <= 1."""
+    n, s1, s2 = stats.unbind()
+    mean = s1 / n.clamp(min=1)
+    var = ((s2 - s1 * mean) / (n - 1).clamp(min=1)).clamp(min=0)
+    return mean, torch.where(n > 1, torch.rsqrt(var + eps), torch.zeros_like(var))
+
+
+def masked_mean(x: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
+    """sum(mask * x) / sum(mask), 0 where nothing is valid; a floating mask is a weight."""
+    x = upcast(x)
+    if mask is None:
+        mask = torch.ones_like(x, dtype=torch.bool)
+    valid = mask != 0
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    weight = torch.where(valid, mask.to(x.dtype), zero)
+    total, n = torch.where(valid, x, zero) * weight, weight
+    total = total.sum() if dim is None else total.sum(dim)
+    n = n.sum() if dim is None else n.sum(dim)
+    return torch.where(n > 0, total / torch.where(n > 0, n, 1.0), zero)
+
+
+def masked_whiten(
+    x: Tensor, mask: Tensor, stats: Tensor, shift_mean: bool = True, eps: float = 1e-8
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps), + mean if not shift_mean; masked slots 0 (TRL semantics)."""
+    mean, rstd = mean_rstd(stats, eps)
+    y = (upcast(x).double() - mean) * rstd
+    if not shift_mean:
+        y = y + mean
+    y = y.to(upcast(x).dtype)
+    return torch.where(mask, y, torch.zeros_like(y))
+
+
+# ------------------------------------------------------------------------------------- loss
+
+
+def aggregate(
+    x: Tensor,
+    weight: Tensor,
+    reduction: str,
+    normalizer: Tensor | float | None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """One number from per-token x and weights >= 0, by `reduction`; empty input gives 0."""
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    if reduction in ("token-mean", "sum"):
+        total = (x * weight).sum()
+        if reduction == "sum":
+            return total if normalizer is None else total / normalizer
+        den = weight.sum() if normalizer is None else normalizer
+    else:
+        if cu_seqlens is None:
+            sums, n = (x * weight).sum(-1), weight.sum(-1)
+        else:
+            S = cu_seqlens.numel() - 1
+            ids = sequence_ids(cu_seqlens, x.numel())
+            sums = x.new_zeros(S).index_add(0, ids, x * weight)
+            n = weight.new_zeros(S).index_add(0, ids, weight)
+        live = n > 0
+        if reduction == "seq-mean-token-mean":
+            sums = torch.where(live, sums / torch.where(live, n, 1.0), zero)
+        total = sums.sum()
+        den = live.sum().to(x.dtype) if normalizer is None else normalizer
+    if not isinstance(den, Tensor):
+        return total / den
+    return torch.where(den > 0, total / torch.where(den > 0, den, 1.0), zero)
+
+
+def policy_terms(
+    logp: Tensor,
+    old: Tensor,
+    adv: Tensor,
+    policy_loss: str,
+    low: float,
+    high: float,
+    dual_clip: float | None,
+    kl_old_coef: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Per-token (loss, ratio, bound above, bound below). Nothing is clipped on the boundary."""
+    d = (logp - old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    ratio = torch.exp(d)
+    above = (adv > 0) & (ratio > 1 + high)
+    below = (adv < 0) & (ratio < 1 - low)
+    if policy_loss == "clip":
+        loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - low, 1 + high))
+        if dual_clip is not None:
+            loss = torch.where(adv < 0, torch.minimum(loss, -adv * dual_clip), loss)
+    elif policy_loss == "kl":
+        # r - 1 - ln r: unbiased, non-negative estimate of KL(old || new) under samples from old.
+        loss = -adv * ratio + kl_old_coef * (ratio - 1 - d)
+    else:
+        loss = -adv * logp
+    if policy_loss != "clip":
+        above, below = torch.zeros_like(above), torch.zeros_like(below)
+    return loss, ratio, above, below
+
+
+def value_terms(
+    values: Tensor, old_values: Tensor | None, returns: Tensor, cliprange_value: float | None
+) -> tuple[Tensor, Tensor]:
+    """Per-token (0.5 max of the two squared errors, whether the clipped one was larger)."""
+    plain = (values - returns) ** 2
+    if cliprange_value is None:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    clipped = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    squared = (clipped - returns) ** 2
+    return 0.5 * torch.maximum(plain, squared), squared > plain
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    values: Tensor | None = None,
+    old_values: Tensor | None = None,
+    returns: Tensor | None = None,
+    entropy: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    policy_loss: str = "clip",
+    cliprange: float = 0.2,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+    cliprange_value: float | None = 0.2,
+    vf_coef: float = 0.1,
+    ent_coef: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_kind: str = "k3+",
+    kl_old_coef: float = 1.0,
+    is_cap: float = 2.0,
+    reduction: str = "token-mean",
+    normalizer: Tensor | float | None = None,
+    whiten: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(loss, stats [13] by STAT_NAMES); differentiable in logprobs, values and entropy."""
+    dtype = upcast(logprobs).dtype
+    zero = torch.zeros((), dtype=dtype, device=logprobs.device)
+    if mask is None:
+        mask = torch.ones_like(logprobs, dtype=torch.bool)
+    valid = mask != 0
+    weight = torch.where(valid, mask.to(dtype), zero)
+
+    def pick(x: Tensor) -> Tensor:
+        return torch.where(valid, x.to(dtype), zero)
+
+    def agg(x: Tensor) -> Tensor:
+        return aggregate(x, weight, reduction, normalizer, cu_seqlens)
+
+    logp, old, adv = pick(logprobs), pick(old_logprobs), pick(advantages).detach()
+    if whiten is not None:
+        mean, rstd = mean_rstd(whiten)
+        adv = pick(((adv.double() - mean) * rstd).to(dtype))
+    high = cliprange if cliprange_high is None else cliprange_high
+    pg, ratio, above, below = policy_terms(
+        logp, old.detach(), adv, policy_loss, cliprange, high, dual_clip, kl_old_coef
+    )
+    if rollout_logprobs is not None:
+        log_w = (old - pick(rollout_logprobs)).detach()
+        pg = pg * torch.exp(log_w.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).clamp(max=is_cap)
+    pg_loss = agg(pg)
+    vf_loss = ent = kl = zero
+    vclip = torch.zeros_like(above)
+    if values is not None:
+        old_v = None if old_values is None else pick(old_values).detach()
+        vf, vclip = value_terms(pick(values), old_v, pick(returns).detach(), cliprange_value)
+        vf_loss = agg(vf)
+    if entropy is not None:
+        ent = agg(pick(entropy))
+    if ref_logprobs is not None:
+        kl = agg(kl_penalty(logp, pick(ref_logprobs).detach(), kl_kind))
+    loss = pg_loss + vf_coef * vf_loss - ent_coef * ent + kl_coef * kl
+    with torch.no_grad():
+        n = weight.sum()
+
+        def mean_of(x: Tensor) -> Tensor:
+            return torch.where(n > 0, (x * weight).sum() / torch.where(n > 0, n, 1.0), zero)
+
+        d = (logp - old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        high_frac, low_frac = mean_of(above.to(dtype)), mean_of(below.to(dtype))
+        ratio_max = torch.where(valid, ratio, zero).amax() if ratio.numel() else zero
+        stats = torch.stack(
+            [
+                *(x.detach() for x in (pg_loss, vf_loss, ent, kl)),
+                mean_of(torch.expm1(d) - d),
+                mean_of(old - logp),
+                high_frac + low_frac,
+                high_frac,
+                low_frac,
+                mean_of(vclip.to(dtype)),
+                mean_of(ratio),
+                ratio_max,
+                n,
+            ]
+        )
+    return loss, stats

@@ -1,0 +1,46 @@
+"""torchrl's vectorised GAE by its own name and signature, on the scan kernel."""
+
+from torch import Tensor
+
+from ppo_kernels.ops.gae import gae as _gae
+
+__all__ = ["vec_generalized_advantage_estimate"]
+
+
+def vec_generalized_advantage_estimate(
+    gamma: float,
+    lmbda: float,
+    state_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None = None,
+    *,
+    time_dim: int = -2,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, value targets) of [.., T, F] tensors with time at `time_dim`.
+
+    An episode ends after t where `done[t]`; it bootstraps from `next_state_value[t]` unless
+    `terminated[t]`. Inside an episode `next_state_value[t]` must be `state_value[t + 1]`, as it is
+    for one value network over a trajectory; it is read only at the ends.
+    """
+    terminated = done if terminated is None else terminated
+
+    def rows(x: Tensor) -> Tensor:
+        return x.movedim(time_dim, -1).reshape(-1, x.shape[time_dim])
+
+    values = rows(state_value)
+    term = rows(terminated).bool()
+    cut = rows(done).bool() & ~term
+    cut[:, -1] = ~term[:, -1]
+    out = _gae(
+        rows(reward),
+        values,
+        gamma=gamma,
+        lam=lmbda,
+        bootstrap=rows(next_state_value),
+        terminated=term,
+        truncated=cut,
+    )
+    moved = state_value.movedim(time_dim, -1).shape
+    return tuple(x.reshape(moved).movedim(-1, time_dim) for x in (out.advantages, out.returns))

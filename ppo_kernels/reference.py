@@ -179,6 +179,18 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str = "k1") -> Tens
     return torch.expm1(-d) + d
 
 
+def kl_penalty_grad(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """d(kl_penalty)/d(logprobs), written out."""
+    d = logprobs - ref_logprobs
+    if kind == "k1":
+        return torch.ones_like(d)
+    if kind == "abs":
+        return torch.sign(d)
+    if kind == "k3":
+        return torch.where(d.abs() > LOG_RATIO_CLAMP, 0.0, -torch.expm1(-d))
+    return d
+
+
 def last_action(mask: Tensor) -> Tensor:
     """[B, T] bool: True at the last True of each row of mask; rows without one have none."""
     after = mask.flip(-1).cumsum(-1).flip(-1)
@@ -340,6 +352,34 @@ def masked_whiten(
 # ------------------------------------------------------------------------------------- loss
 
 
+def token_coefs(
+    weight: Tensor,
+    reduction: str,
+    normalizer: Tensor | float | None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The c >= 0 per token with `agg(x) = sum(c x)`, from weights >= 0; all 0 if no weight is."""
+    if reduction == "sum":
+        den = 1.0 if normalizer is None else normalizer
+    elif reduction == "token-mean":
+        den = weight.sum() if normalizer is None else normalizer
+    else:
+        if cu_seqlens is None:
+            n = weight.sum(-1, keepdim=True)
+        else:
+            n = weight.new_zeros(cu_seqlens.numel() - 1)
+            ids = sequence_ids(cu_seqlens, weight.numel())
+            n = n.index_add(0, ids, weight)
+        den = (n > 0).sum() if normalizer is None else normalizer
+        if reduction == "seq-mean-token-mean":
+            n = torch.where(n > 0, n, 1.0)
+            weight = weight / (n if cu_seqlens is None else n[ids])
+    if not isinstance(den, Tensor):
+        return weight / den
+    den = den.to(weight.dtype)
+    return torch.where(den > 0, weight / torch.where(den > 0, den, 1.0), torch.zeros_like(weight))
+
+
 def aggregate(
     x: Tensor,
     weight: Tensor,
@@ -348,28 +388,75 @@ def aggregate(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """One number from per-token x and weights >= 0, by `reduction`; empty input gives 0."""
-    zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    if reduction in ("token-mean", "sum"):
-        total = (x * weight).sum()
-        if reduction == "sum":
-            return total if normalizer is None else total / normalizer
-        den = weight.sum() if normalizer is None else normalizer
-    else:
-        if cu_seqlens is None:
-            sums, n = (x * weight).sum(-1), weight.sum(-1)
-        else:
-            S = cu_seqlens.numel() - 1
-            ids = sequence_ids(cu_seqlens, x.numel())
-            sums = x.new_zeros(S).index_add(0, ids, x * weight)
-            n = weight.new_zeros(S).index_add(0, ids, weight)
-        live = n > 0
-        if reduction == "seq-mean-token-mean":
-            sums = torch.where(live, sums / torch.where(live, n, 1.0), zero)
-        total = sums.sum()
-        den = live.sum().to(x.dtype) if normalizer is None else normalizer
-    if not isinstance(den, Tensor):
-        return total / den
-    return torch.where(den > 0, total / torch.where(den > 0, den, 1.0), zero)
+    return (x * token_coefs(weight, reduction, normalizer, cu_seqlens)).sum()
+
+
+class LossTokens(NamedTuple):
+    """The inputs of the loss with masked slots selected away, all in one dtype."""
+
+    weight: Tensor
+    coef: Tensor
+    logp: Tensor
+    old: Tensor
+    adv: Tensor
+    is_weight: Tensor
+    values: Tensor | None
+    old_values: Tensor | None
+    returns: Tensor | None
+    entropy: Tensor | None
+    ref: Tensor | None
+
+
+def loss_tokens(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    values: Tensor | None,
+    old_values: Tensor | None,
+    returns: Tensor | None,
+    entropy: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    is_cap: float,
+    reduction: str,
+    normalizer: Tensor | float | None,
+    whiten: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> LossTokens:
+    """Select, upcast, whiten; all but logprobs, values and entropy become constants."""
+    dtype = upcast(logprobs).dtype
+    zero = torch.zeros((), dtype=dtype, device=logprobs.device)
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
+    valid = mask != 0
+
+    def pick(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.where(valid, x.to(dtype), zero)
+
+    def constant(x: Tensor | None) -> Tensor | None:
+        return None if x is None else pick(x.detach())
+
+    weight, old, adv = constant(mask), constant(old_logprobs), constant(advantages)
+    if whiten is not None:
+        mean, rstd = mean_rstd(whiten)
+        adv = pick((adv.double() - mean) * rstd)
+    is_weight = torch.ones_like(old)
+    if rollout_logprobs is not None:
+        log_w = (old - constant(rollout_logprobs)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        is_weight = torch.exp(log_w).clamp(max=is_cap)
+    return LossTokens(
+        weight,
+        token_coefs(weight, reduction, normalizer, cu_seqlens),
+        pick(logprobs),
+        old,
+        adv,
+        is_weight,
+        pick(values),
+        constant(old_values),
+        constant(returns),
+        pick(entropy),
+        constant(ref_logprobs),
+    )
 
 
 def policy_terms(
@@ -382,35 +469,40 @@ def policy_terms(
     dual_clip: float | None,
     kl_old_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Per-token (loss, ratio, bound above, bound below). Nothing is clipped on the boundary."""
+    """Per-token (loss, ratio, bound above, bound below). Nothing is clipped on the boundary.
+
+    `min(r A, clip(r) A)` is `A` times a ratio that stops at 1 + high for A > 0 and at 1 - low
+    for A < 0; dual clip stops it at dual_clip for A < 0. Where it stops the gradient is 0.
+    """
     d = (logp - old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     ratio = torch.exp(d)
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    if policy_loss == "kl":
+        # r - 1 - ln r: unbiased, non-negative estimate of KL(old || new) under samples from old.
+        return -adv * ratio + kl_old_coef * (torch.expm1(d) - d), ratio, none, none
+    if policy_loss == "a2c":
+        return -adv * logp, ratio, none, none
     above = (adv > 0) & (ratio > 1 + high)
     below = (adv < 0) & (ratio < 1 - low)
-    if policy_loss == "clip":
-        loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - low, 1 + high))
-        if dual_clip is not None:
-            loss = torch.where(adv < 0, torch.minimum(loss, -adv * dual_clip), loss)
-    elif policy_loss == "kl":
-        # r - 1 - ln r: unbiased, non-negative estimate of KL(old || new) under samples from old.
-        loss = -adv * ratio + kl_old_coef * (ratio - 1 - d)
-    else:
-        loss = -adv * logp
-    if policy_loss != "clip":
-        above, below = torch.zeros_like(above), torch.zeros_like(below)
-    return loss, ratio, above, below
+    bounded = torch.where(above, 1 + high, torch.where(below, 1 - low, ratio))
+    if dual_clip is not None:
+        bounded = torch.where((adv < 0) & (ratio > dual_clip), dual_clip, bounded)
+    return -adv * bounded, ratio, above, below
 
 
 def value_terms(
     values: Tensor, old_values: Tensor | None, returns: Tensor, cliprange_value: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Per-token (0.5 max of the two squared errors, whether the clipped one was larger)."""
+    """Per-token (0.5 max of the two squared errors, whether the clipped one was larger).
+
+    Where the clipped error is larger the value lies outside the range and the gradient is 0.
+    """
     plain = (values - returns) ** 2
     if cliprange_value is None:
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
     clipped = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     squared = (clipped - returns) ** 2
-    return 0.5 * torch.maximum(plain, squared), squared > plain
+    return 0.5 * torch.where(squared > plain, squared, plain), squared > plain
 
 
 def ppo_loss(
@@ -442,63 +534,123 @@ def ppo_loss(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, stats [13] by STAT_NAMES); differentiable in logprobs, values and entropy."""
-    dtype = upcast(logprobs).dtype
-    zero = torch.zeros((), dtype=dtype, device=logprobs.device)
-    if mask is None:
-        mask = torch.ones_like(logprobs, dtype=torch.bool)
-    valid = mask != 0
-    weight = torch.where(valid, mask.to(dtype), zero)
-
-    def pick(x: Tensor) -> Tensor:
-        return torch.where(valid, x.to(dtype), zero)
-
-    def agg(x: Tensor) -> Tensor:
-        return aggregate(x, weight, reduction, normalizer, cu_seqlens)
-
-    logp, old, adv = pick(logprobs), pick(old_logprobs), pick(advantages).detach()
-    if whiten is not None:
-        mean, rstd = mean_rstd(whiten)
-        adv = pick(((adv.double() - mean) * rstd).to(dtype))
+    t = loss_tokens(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        values,
+        old_values,
+        returns,
+        entropy,
+        ref_logprobs,
+        rollout_logprobs,
+        is_cap,
+        reduction,
+        normalizer,
+        whiten,
+        cu_seqlens,
+    )
     high = cliprange if cliprange_high is None else cliprange_high
     pg, ratio, above, below = policy_terms(
-        logp, old.detach(), adv, policy_loss, cliprange, high, dual_clip, kl_old_coef
+        t.logp, t.old, t.adv, policy_loss, cliprange, high, dual_clip, kl_old_coef
     )
-    if rollout_logprobs is not None:
-        log_w = (old - pick(rollout_logprobs)).detach()
-        pg = pg * torch.exp(log_w.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)).clamp(max=is_cap)
-    pg_loss = agg(pg)
-    vf_loss = ent = kl = zero
-    vclip = torch.zeros_like(above)
+    zero = torch.zeros_like(pg)
+    vf, vclip = zero, zero
     if values is not None:
-        old_v = None if old_values is None else pick(old_values).detach()
-        vf, vclip = value_terms(pick(values), old_v, pick(returns).detach(), cliprange_value)
-        vf_loss = agg(vf)
-    if entropy is not None:
-        ent = agg(pick(entropy))
-    if ref_logprobs is not None:
-        kl = agg(kl_penalty(logp, pick(ref_logprobs).detach(), kl_kind))
-    loss = pg_loss + vf_coef * vf_loss - ent_coef * ent + kl_coef * kl
+        vf, vclip = value_terms(t.values, t.old_values, t.returns, cliprange_value)
+    ent = zero if entropy is None else t.entropy
+    kl = zero if ref_logprobs is None else kl_penalty(t.logp, t.ref, kl_kind)
+    terms = [(t.coef * x).sum() for x in (pg * t.is_weight, vf, ent, kl)]
+    loss = terms[0] + vf_coef * terms[1] - ent_coef * terms[2] + kl_coef * terms[3]
     with torch.no_grad():
-        n = weight.sum()
-
-        def mean_of(x: Tensor) -> Tensor:
-            return torch.where(n > 0, (x * weight).sum() / torch.where(n > 0, n, 1.0), zero)
-
-        d = (logp - old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
-        high_frac, low_frac = mean_of(above.to(dtype)), mean_of(below.to(dtype))
-        ratio_max = torch.where(valid, ratio, zero).amax() if ratio.numel() else zero
+        d = (t.logp - t.old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        n = t.weight.sum()
+        share = torch.where(n > 0, t.weight / torch.where(n > 0, n, 1.0), zero)
+        high_frac, low_frac = (share * above).sum(), (share * below).sum()
+        ratio = torch.where(t.weight != 0, ratio, zero)
         stats = torch.stack(
             [
-                *(x.detach() for x in (pg_loss, vf_loss, ent, kl)),
-                mean_of(torch.expm1(d) - d),
-                mean_of(old - logp),
+                *(x.detach() for x in terms),
+                (share * (torch.expm1(d) - d)).sum(),
+                (share * (t.old - t.logp)).sum(),
                 high_frac + low_frac,
                 high_frac,
                 low_frac,
-                mean_of(vclip.to(dtype)),
-                mean_of(ratio),
-                ratio_max,
+                (share * vclip).sum(),
+                (share * ratio).sum(),
+                ratio.amax() if ratio.numel() else n,
                 n,
             ]
         )
     return loss, stats
+
+
+def ppo_loss_grads(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    values: Tensor | None,
+    old_values: Tensor | None,
+    returns: Tensor | None,
+    entropy: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    policy_loss: str,
+    cliprange: float,
+    cliprange_high: float,
+    dual_clip: float | None,
+    cliprange_value: float | None,
+    vf_coef: float,
+    ent_coef: float,
+    kl_coef: float,
+    kl_kind: str,
+    kl_old_coef: float,
+    is_cap: float,
+    reduction: str,
+    normalizer: Tensor | float | None,
+    whiten: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """d(ppo_loss)/d(logprobs, values, entropy) written out; autograd is not at hand in an op."""
+    t = loss_tokens(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        values,
+        old_values,
+        returns,
+        entropy,
+        ref_logprobs,
+        rollout_logprobs,
+        is_cap,
+        reduction,
+        normalizer,
+        whiten,
+        cu_seqlens,
+    )
+    pg, ratio, above, below = policy_terms(
+        t.logp, t.old, t.adv, policy_loss, cliprange, cliprange_high, dual_clip, kl_old_coef
+    )
+    if policy_loss == "a2c":
+        d_pg = -t.adv
+    else:
+        d_pg = -t.adv * ratio
+        if policy_loss == "kl":
+            d_pg = d_pg + kl_old_coef * (ratio - 1)
+        stopped = above | below | ((t.logp - t.old).abs() > LOG_RATIO_CLAMP)
+        if dual_clip is not None and policy_loss == "clip":
+            stopped = stopped | ((t.adv < 0) & (ratio > dual_clip))
+        d_pg = torch.where(stopped, 0.0, d_pg)
+    d_logp = t.is_weight * d_pg
+    if ref_logprobs is not None:
+        d_logp = d_logp + kl_coef * kl_penalty_grad(t.logp, t.ref, kl_kind)
+    d_values = d_entropy = None
+    if values is not None:
+        _, vclip = value_terms(t.values, t.old_values, t.returns, cliprange_value)
+        d_values = vf_coef * t.coef * torch.where(vclip, 0.0, t.values - t.returns)
+    if entropy is not None:
+        d_entropy = -ent_coef * t.coef
+    return t.coef * d_logp, d_values, d_entropy

@@ -1,4 +1,4 @@
-"""ppo_loss: the whole PPO objective, its gradients and its statistics."""
+"""ppo_loss: the whole PPO objective, its gradients and its statistics in one pass."""
 
 from typing import Any, NamedTuple
 
@@ -7,8 +7,71 @@ from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks
+from ppo_kernels.ops._library import define
 from ppo_kernels.ops.hidden import logprobs_from_hidden
 from ppo_kernels.ops.logprobs import logprobs_from_logits
+
+# What ppo_loss needs besides the log-probs and the entropy, in the order of the schema.
+TERMS = (
+    "Tensor old_logprobs, Tensor advantages, Tensor? mask, Tensor? values, Tensor? old_values, "
+    "Tensor? returns, Tensor? ref_logprobs, Tensor? rollout_logprobs, Tensor? whiten, "
+    "Tensor? normalizer, float? denominator, Tensor? cu_seqlens, str policy_loss, "
+    "float cliprange, float cliprange_high, float? dual_clip, float? cliprange_value, "
+    "float vf_coef, float ent_coef, float kl_coef, str kl_kind, float kl_old_coef, "
+    "float is_cap, str reduction"
+)
+TERM_NAMES = tuple(term.split()[-1] for term in TERMS.split(", "))
+
+
+def _reference(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    options = dict(zip(TERM_NAMES, args))
+    denominator = options.pop("denominator")
+    if options["normalizer"] is None:
+        options["normalizer"] = denominator
+    loss, stats = reference.ppo_loss(logprobs, entropy=entropy, **options)
+    grads = reference.ppo_loss_grads(logprobs, entropy=entropy, **options)
+    unneeded = [loss.new_empty(0) for _ in grads]
+    return loss, stats, *(g if need else u for need, g, u in zip(args[-3:], grads, unneeded))
+
+
+def _fake(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    dtype = reference.upcast(logprobs).dtype
+
+    def empty(*shape: int) -> Tensor:
+        return logprobs.new_empty(shape, dtype=dtype)
+
+    grads = (empty(*logprobs.shape) if needed else empty(0) for needed in args[-3:])
+    return empty(), empty(len(reference.STAT_NAMES)), *grads
+
+
+# The gradients are those of the loss itself: coefficients and denominators are in them.
+define(
+    f"ppo_loss(Tensor logprobs, Tensor? entropy, {TERMS}, "
+    "bool need_logprobs, bool need_values, bool need_entropy) -> "
+    "(Tensor loss, Tensor stats, Tensor d_logprobs, Tensor d_values, Tensor d_entropy)",
+    _reference,
+    _fake,
+)
+
+
+class _WithGradient(torch.autograd.Function):
+    """The identity on loss, whose gradient for x is already known.
+
+    One node per input, not one for all: the engine frees a node's buffer before the next node
+    makes its output, so three gradients of 4 bytes a token peak at 16 bytes, not at 24.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, x: Tensor, d_x: Tensor) -> Tensor:
+        ctx.save_for_backward(d_x)
+        ctx.dtype = x.dtype
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (d_x,) = ctx.saved_tensors
+        return grad, (d_x * grad).to(ctx.dtype), None
 
 
 class LossStats:
@@ -23,11 +86,14 @@ class LossStats:
         self.tensor = tensor
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(f"no statistic {name!r}; there are {', '.join(self.names)}")
         return self.tensor[self.names.index(name)]
 
     def __getattr__(self, name: str) -> Tensor:
-        if name not in type(self).names:
-            raise AttributeError(f"no statistic {name!r}; there are {', '.join(self.names)}")
+        # Also asked for names that copy and pickle look up before `tensor` exists.
+        if name not in LossStats.names:
+            raise AttributeError(f"no statistic {name!r}; there are {', '.join(LossStats.names)}")
         return self[name]
 
     def as_dict(self) -> dict[str, float]:
@@ -73,10 +139,58 @@ def ppo_loss(
     whiten: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> PPOLoss:
-    """`-agg(min(r A, clip(r) A)) + vf_coef/2 agg(max((V-R)^2, (clip(V)-R)^2)) - ent_coef agg(H)
-    + kl_coef agg(KL)`, with `r = exp(clamp(logp - old, -20, 20))` (Schulman et al. 2017).
+    """The PPO objective, minimised, with its statistics:
+
+        -agg(w min(r A, clip(r, 1 - cliprange, 1 + cliprange_high) A))
+        + vf_coef/2 agg(max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2))
+        - ent_coef agg(H) + kl_coef agg(KL),   r = exp(clamp(logp - old, -20, 20))
+
+    logprobs, old_logprobs, advantages (A) and every other per-token tensor have one shape: padded
+    [B, T]; packed [N], with cu_seqlens int32 [S+1] for the sequence means; or any shape for
+    "token-mean" and "sum". fp32, bf16, fp16 or fp64 each; computed and returned in fp32 (fp64 for
+    fp64 logprobs). mask: bool, True at the trained tokens, or a weight >= 0 per token. What
+    stands in a masked slot is never used and its gradients are exactly 0.
+
+    Differentiable in logprobs, values and entropy; everything else is a constant. On a bound
+    nothing is clipped: the gradient is 0 only beyond it (clip ranges, dual clip, +-20).
+
+    policy_loss: "clip" (PPO-clip, Schulman et al. 2017); "kl", `-r A + kl_old_coef (r - 1 - ln r)`
+        (KL-penalised surrogate, same paper); "a2c", `-A logp`.
+    cliprange, cliprange_high: distance of the bounds from ratio 1 below and above (clip-higher,
+        DAPO); cliprange_high=None means the same as cliprange.
+    dual_clip: a ratio > 1 at which tokens with A < 0 stop (Ye et al. 2020); None: off.
+    values, returns (R), old_values (V_old), cliprange_value (c): the value term; with
+        cliprange_value=None it is not clipped and needs no old_values.
+    entropy (H): nats per token. ref_logprobs, kl_penalty: KL to a reference policy, nats per
+        token, of a kind listed at `kl_penalty`; as a loss only "k2" and the "+" kinds have the
+        right gradient.
+    rollout_logprobs: log-probs of the policy that sampled, where it is not old_logprobs's; the
+        policy term is weighed by `w = min(exp(old - rollout), is_cap)`, a constant (truncated
+        importance sampling).
+    reduction: agg. "token-mean"; "seq-mean-token-mean" and "seq-mean-token-sum", the mean over
+        sequences with a trained token of their token means or sums; "sum".
+    normalizer: replaces agg's denominator (tokens, or sequences for the sequence means; divides
+        "sum"). Pass that of the full batch and micro-batches add up to it, loss and gradient.
+    whiten: `gae(...).stats`; A becomes `(A - mean) / std` as by masked_whiten.
+
+    stats: the four aggregates before their coefficients (policy_loss, value_loss, entropy,
+    kl_ref), and means over the trained tokens: approx_kl = r - 1 - ln r, policy_kl = old - logp,
+    clipfrac = clipfrac_high + clipfrac_low (share of tokens stopped at 1 + cliprange_high and
+    1 - cliprange), clipfrac_value, ratio_mean; ratio_max; n, the tokens or the sum of weights.
+
+    No trained token gives loss 0 and gradient 0. ValueError or TypeError for a wrong shape,
+    dtype, device or option, for a value term with part of its inputs, and for a coefficient
+    without its tensor. Backward twice is right; twice differentiable it is not.
     """
     options = {
+        "old_logprobs": old_logprobs,
+        "advantages": advantages,
+        "mask": mask,
+        "values": values,
+        "old_values": old_values,
+        "returns": returns,
+        "ref_logprobs": ref_logprobs,
+        "rollout_logprobs": rollout_logprobs,
         "policy_loss": policy_loss,
         "cliprange": cliprange,
         "cliprange_high": cliprange_high,
@@ -85,6 +199,7 @@ def ppo_loss(
         "vf_coef": vf_coef,
         "ent_coef": ent_coef,
         "kl_coef": kl_coef,
+        "kl_penalty": kl_penalty,
         "kl_old_coef": kl_old_coef,
         "is_cap": is_cap,
         "reduction": reduction,
@@ -92,32 +207,26 @@ def ppo_loss(
         "whiten": whiten,
         "cu_seqlens": cu_seqlens,
     }
-    tensors = {
-        "old_logprobs": old_logprobs,
-        "advantages": advantages,
-        "values": values,
-        "old_values": old_values,
-        "returns": returns,
-        "entropy": entropy,
-        "ref_logprobs": ref_logprobs,
-        "rollout_logprobs": rollout_logprobs,
-    }
-    _check(logprobs, mask, tensors, options, kl_penalty)
-    loss, stats = reference.ppo_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        values=values,
-        old_values=old_values,
-        returns=returns,
-        entropy=entropy,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        kl_kind=kl_penalty,
-        **options,
-    )
+    _checks.tensor("logprobs", logprobs, _checks.FLOATS)
+    if entropy is not None:
+        _checks.like("entropy", entropy, logprobs, "logprobs")
+    elif ent_coef:
+        raise ValueError(f"ent_coef={ent_coef} needs entropy, got None")
+    check_options(logprobs, "logprobs", options)
+    inputs = (logprobs, values, entropy)
+    grad = torch.is_grad_enabled()
+    need = [grad and x is not None and x.requires_grad for x in inputs]
+    with torch.no_grad():
+        loss, stats, *grads = torch.ops.ppo_kernels.ppo_loss(
+            logprobs, entropy, *loss_terms(options, logprobs), *need
+        )
+    for x, d_x, needed in zip(inputs, grads, need):
+        if needed:
+            loss = _WithGradient.apply(loss, x, d_x)
     return PPOLoss(loss, LossStats(stats))
+
+
+_DEFAULTS = dict(ppo_loss.__kwdefaults__)
 
 
 def ppo_loss_from_logits(
@@ -189,50 +298,78 @@ def _trained(labels: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask != 0, labels, torch.full_like(labels, -100))
 
 
-def _check(
-    logprobs: Tensor,
-    mask: Tensor | None,
-    tensors: dict[str, Tensor | None],
-    options: dict[str, Any],
-    kl_kind: str,
-) -> None:
-    _checks.tensor("logprobs", logprobs, _checks.FLOATS)
-    for name, x in tensors.items():
-        if x is not None or name in ("old_logprobs", "advantages"):
-            _checks.like(name, x, logprobs, "logprobs")
-    if mask is not None:
-        _checks.like("mask", mask, logprobs, "logprobs", None)
-    value_inputs = {"values", "returns"}
+def loss_terms(options: dict[str, Any], logprobs: Tensor) -> list[Any]:
+    """The checked keywords of ppo_loss as the op's TERMS: defaults resolved, tensors converted."""
+    terms = dict(options)
+    mask = terms["mask"]
+    if mask is not None and mask.dtype != torch.bool:
+        terms["mask"] = mask.to(reference.upcast(logprobs).dtype)
+    if terms["cliprange_high"] is None:
+        terms["cliprange_high"] = terms["cliprange"]
+    terms["kl_kind"] = terms["kl_penalty"]
+    normalizer = terms["normalizer"]
+    terms["denominator"] = None
+    if isinstance(normalizer, Tensor):
+        terms["normalizer"] = normalizer.double()
+    else:
+        one = 1.0 if terms["reduction"] == "sum" else None
+        terms["normalizer"], terms["denominator"] = None, one if normalizer is None else normalizer
+    if terms["cu_seqlens"] is not None:
+        terms["cu_seqlens"] = terms["cu_seqlens"].int()
+    return [terms[name] for name in TERM_NAMES]
+
+
+def check_options(like: Tensor, name: str, options: dict[str, Any]) -> None:
+    """Raise for keywords of ppo_loss that do not go together with each other or with `like`."""
+    per_token = ("values", "old_values", "returns", "ref_logprobs", "rollout_logprobs")
+    for tensor in ("old_logprobs", "advantages"):
+        _checks.like(tensor, options[tensor], like, name)
+    for tensor in per_token:
+        if options[tensor] is not None:
+            _checks.like(tensor, options[tensor], like, name)
+    if options["mask"] is not None:
+        _checks.like("mask", options["mask"], like, name, None)
+    needed = ["values", "returns"]
     if options["cliprange_value"] is not None:
-        value_inputs.add("old_values")
-    given = [n for n in ("values", "old_values", "returns") if tensors[n] is not None]
-    missing = sorted(value_inputs - set(given))
+        needed.append("old_values")
+    given = [n for n in ("values", "old_values", "returns") if options[n] is not None]
+    missing = [n for n in needed if options[n] is None]
     if given and missing:
         raise ValueError(f"the value term got {', '.join(given)} but needs {', '.join(missing)}")
-    if options["kl_coef"] and tensors["ref_logprobs"] is None:
+    if options["kl_coef"] and options["ref_logprobs"] is None:
         raise ValueError(f"kl_coef={options['kl_coef']} needs ref_logprobs, got None")
-    if options["ent_coef"] and tensors["entropy"] is None:
-        raise ValueError(f"ent_coef={options['ent_coef']} needs entropy, got None")
-    _check_options(options, kl_kind)
-    two_level = options["reduction"].startswith("seq")
-    cu = options["cu_seqlens"]
+    _check_numbers(options)
+    _check_layout(like, name, options)
+
+
+def _check_layout(like: Tensor, name: str, options: dict[str, Any]) -> None:
+    cu, reduction = options["cu_seqlens"], options["reduction"]
     if cu is not None:
-        if logprobs.dim() != 1:
-            raise ValueError(
-                f"logprobs must have shape [N] with cu_seqlens, got {tuple(logprobs.shape)}"
-            )
-        _checks.cu_seqlens("cu_seqlens", cu, logprobs.numel(), logprobs.device)
-    elif two_level and logprobs.dim() != 2:
+        if like.dim() != 1:
+            raise ValueError(f"{name} must have shape [N] with cu_seqlens, got {tuple(like.shape)}")
+        _checks.cu_seqlens("cu_seqlens", cu, like.numel(), like.device)
+    elif reduction.startswith("seq") and like.dim() != 2:
         raise ValueError(
-            f"reduction {options['reduction']!r} needs logprobs [B, T], or [N] with cu_seqlens; "
-            f"got {tuple(logprobs.shape)}"
+            f"reduction {reduction!r} needs {name} [B, T], or [N] with cu_seqlens; "
+            f"got {tuple(like.shape)}"
         )
+    normalizer = options["normalizer"]
+    if isinstance(normalizer, Tensor):
+        _checks.shape("normalizer", normalizer, (), "a number")
+        _checks.same_device("normalizer", normalizer, like.device, name)
+    elif normalizer is not None:
+        _checks.number("normalizer", normalizer, 0, above=True)
+    whiten = options["whiten"]
+    if whiten is not None:
+        _checks.tensor("whiten", whiten, (torch.float64,))
+        _checks.shape("whiten", whiten, (3,), "gae(...).stats")
+        _checks.same_device("whiten", whiten, like.device, name)
 
 
-def _check_options(options: dict[str, Any], kl_kind: str) -> None:
+def _check_numbers(options: dict[str, Any]) -> None:
     _checks.choice("policy_loss", options["policy_loss"], reference.POLICY_LOSSES)
     _checks.choice("reduction", options["reduction"], reference.REDUCTIONS)
-    _checks.choice("kl_penalty", kl_kind, reference.KL_KINDS)
+    _checks.choice("kl_penalty", options["kl_penalty"], reference.KL_KINDS)
     _checks.number("cliprange", options["cliprange"], 0)
     for name in ("cliprange_high", "cliprange_value"):
         if options[name] is not None:
@@ -242,11 +379,3 @@ def _check_options(options: dict[str, Any], kl_kind: str) -> None:
     for name in ("vf_coef", "ent_coef", "kl_coef", "kl_old_coef"):
         _checks.number(name, options[name])
     _checks.number("is_cap", options["is_cap"], 0, above=True)
-    normalizer = options["normalizer"]
-    if isinstance(normalizer, torch.Tensor):
-        _checks.shape("normalizer", normalizer, (), "a number")
-    elif normalizer is not None:
-        _checks.number("normalizer", normalizer, 0, above=True)
-    if options["whiten"] is not None:
-        _checks.tensor("whiten", options["whiten"], (torch.float64,))
-        _checks.shape("whiten", options["whiten"], (3,), "gae(...).stats")

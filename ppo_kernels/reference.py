@@ -631,7 +631,7 @@ def ppo_loss_grads(
         whiten,
         cu_seqlens,
     )
-    pg, ratio, above, below = policy_terms(
+    _, ratio, above, below = policy_terms(
         t.logp, t.old, t.adv, policy_loss, cliprange, cliprange_high, dual_clip, kl_old_coef
     )
     if policy_loss == "a2c":

@@ -17,6 +17,7 @@ the logprob of token j + 1 and the value V(tokens <= j); the trainer's collate d
 """
 
 import inspect
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,39 +28,21 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-# model_type of the families whose head is weight (+ bias), with final_logit_softcapping if set.
-PLAIN = frozenset(
-    [
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "olmo2",
-        "opt",
-        "bloom",
-        "mpt",
-        "falcon",
-        "smollm3",
-        "deepseek_v3",
-        "bart",
-    ]
-)
-# model_type -> where the factor on the logits is; "model" or "config", attribute, power.
+from ppo_kernels.reference import upcast
+
+# Families, by model_type, whose logits are weight (+ bias) and the config's softcap if it has one,
+_PLAIN = """
+    bart bloom deepseek_v3 falcon gemma gemma2 gemma3_text gpt2 gpt_neox llama mistral mixtral mpt
+    olmo2 opt phi3 qwen2 qwen3 qwen3_moe smollm3
+"""
+PLAIN = frozenset(_PLAIN.split())
+# and those with a factor on the logits: whether the model or its config holds it, name, power.
 SCALED = {
     "cohere": ("model", "logit_scale", 1),
     "cohere2": ("model", "logit_scale", 1),
     "granite": ("config", "logits_scaling", -1),
     "granitemoe": ("config", "logits_scaling", -1),
 }
-SOFTCAPPED = ("gemma2", "gemma3_text")
 SUPPORTED = (
     "supported are Hugging Face causal and seq2seq models whose logits are "
     "softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), peft's LoRA and modules_to_save "
@@ -111,21 +94,26 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The transformers model inside one of our wrappers or a peft model; anything else raises."""
-    if isinstance(model, _WithValueHead):
-        model = model.pretrained_model
-    elif isinstance(model, PolicyAndValue):
-        return _unwrap(model.policy)
-    if hasattr(model, "get_base_model"):
-        if getattr(model.active_peft_config, "is_prompt_learning", False):
-            raise ValueError(
-                f"{type(model).__name__}: prompt learning ({model.active_peft_config.peft_type}) "
-                f"adds tokens inside the model's own forward; {SUPPORTED}"
-            )
-        model = model.get_base_model()
+    """The transformers LM inside one of our wrappers or a peft model; anything else raises."""
+    if isinstance(model, _Policy):
+        model = model.lm
+    model = _peft_base(model)
     if not (hasattr(model, "config") and hasattr(model, "get_output_embeddings")):
         raise ValueError(f"{type(model).__name__} is not a transformers model; {SUPPORTED}")
     return model
+
+
+def _peft_base(model: nn.Module) -> nn.Module:
+    """The transformers model inside a peft model, which acts with the adapters in its layers."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    peft_config = getattr(model, "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(model).__name__}: {peft_config.peft_type} adds virtual tokens inside the "
+            f"model's own forward; {SUPPORTED}"
+        )
+    return model.get_base_model()
 
 
 def _is_t5_like(hf: nn.Module) -> bool:
@@ -135,6 +123,8 @@ def _is_t5_like(hf: nn.Module) -> bool:
 
 def _backbone_output(hf: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """Last hidden state after the final norm, [B, T, H]."""
+    if "labels" in inputs:
+        raise TypeError("labels enter no hidden state; pass decoder_input_ids to a seq2seq model")
     inputs = {"use_cache": False, **inputs}
     if _is_t5_like(hf):
         return _t5_decoder_output(hf, **inputs)
@@ -171,6 +161,8 @@ def _t5_decoder_output(
 ) -> Tensor:
     if unknown:
         raise TypeError(f"{type(hf).__name__} does not take {', '.join(sorted(unknown))}")
+    if decoder_input_ids is None and decoder_inputs_embeds is None:
+        raise ValueError(f"{type(hf).__name__} needs decoder_input_ids")
     if encoder_outputs is None:
         encoder_outputs = hf.encoder(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
@@ -186,7 +178,10 @@ def _t5_decoder_output(
 
 
 def _head_input(hf: nn.Module, output: Tensor) -> Tensor:
-    """T5 multiplies by d_model**-0.5 between decoder and head, when its configuration says so."""
+    """T5 multiplies by d_model**-0.5 between decoder and head.
+
+    Which configurations do it differs between releases of transformers, so it is observed.
+    """
     factor = _watched(hf).input_factor if _needs_watching(hf) else 1.0
     return output if factor == 1.0 else output * factor
 
@@ -209,11 +204,15 @@ def lm_head(model: nn.Module) -> LMHead:
     return head
 
 
-def _read_head(hf: nn.Module) -> LMHead:
+def _head_module(hf: nn.Module) -> nn.Module:
     module = hf.get_output_embeddings()
     if module is None:
         raise ValueError(f"{type(hf).__name__} has no lm head; {SUPPORTED}")
-    weight, bias = _linear(module, f"the lm head of {type(hf).__name__}")
+    return module
+
+
+def _read_head(hf: nn.Module) -> LMHead:
+    weight, bias = _linear(_head_module(hf), f"the lm head of {type(hf).__name__}")
     extra = getattr(hf, "final_logits_bias", None)
     if extra is not None:
         if extra.numel() != weight.shape[0]:
@@ -232,6 +231,14 @@ def _read_head(hf: nn.Module) -> LMHead:
     return LMHead(weight, bias, scale, None if softcap is None else float(softcap))
 
 
+def _inside_peft(module: nn.Module) -> nn.Module:
+    """The module that peft's layers were put around."""
+    while hasattr(module, "original_module") or hasattr(module, "base_layer"):
+        inner = "original_module" if hasattr(module, "original_module") else "base_layer"
+        module = getattr(module, inner)
+    return module
+
+
 def _linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
     """(weight [V, H], bias) of the linear map that `module` applies now, peft layers included."""
     if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
@@ -243,9 +250,12 @@ def _linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
         return _lora_linear(module, what)
     if isinstance(module, nn.Sequential) and len(module) == 1:
         return _linear(module[0], what)
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or not isinstance(module, nn.Linear):
-        raise ValueError(f"{what} is a {type(module).__name__}, not a linear layer; {SUPPORTED}")
+    if not isinstance(module, nn.Linear):
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        raise ValueError(f"{what} is a {kind}, not an nn.Linear; {SUPPORTED}")
+    weight = module.weight
+    if weight.is_meta:
+        raise ValueError(f"{what} is on the meta device: offloaded, or not loaded yet")
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
             f"{what} has a weight of shape {tuple(weight.shape)}, not [V, H]: it is sharded (FSDP "
@@ -295,8 +305,12 @@ _WATCHED: WeakKeyDictionary[nn.Module, _Watched] = WeakKeyDictionary()
 
 
 def _needs_watching(hf: nn.Module) -> bool:
-    known = hf.config.model_type in PLAIN or hf.config.model_type in SCALED
-    return not known or not type(hf).__module__.startswith("transformers.models.")
+    """False where transformers' own forward of a listed family calls a plain nn.Linear."""
+    family = hf.config.model_type in PLAIN or hf.config.model_type in SCALED
+    forward = hf.__dict__.get("forward", type(hf).forward)
+    own = getattr(forward, "__module__", "").startswith("transformers.models.")
+    head = _inside_peft(_head_module(hf))
+    return not (family and own and type(head).forward is nn.Linear.forward)
 
 
 def _watched(hf: nn.Module) -> _Watched:
@@ -308,7 +322,7 @@ def _watched(hf: nn.Module) -> _Watched:
 
 def _watch(hf: nn.Module) -> _Watched:
     """Compares our reading of the head with the model's own logits on two tokens."""
-    head_module = hf.get_output_embeddings()
+    head_module = _head_module(hf)
     backbone = hf.decoder if _is_t5_like(hf) else hf.base_model
     seen: dict[str, Tensor] = {}
     hooks = [
@@ -356,7 +370,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= 64 * eps * b.abs().max().clamp(min=1e-3))
 
 
-# --------------------------------------------------------------------------------- value head
+# --------------------------------------------------------------------------- policy and values
 
 
 class ValueHeadOutput(NamedTuple):
@@ -367,8 +381,74 @@ class ValueHeadOutput(NamedTuple):
     logits: Tensor | None = None
 
 
+class _Policy(nn.Module):
+    """What the trainer needs of a policy with values, whatever makes the values."""
+
+    @property
+    def lm(self) -> nn.Module:
+        """The policy as a transformers or peft model."""
+        raise NotImplementedError
+
+    @property
+    def config(self) -> Any:
+        return self.lm.config
+
+    @property
+    def generation_config(self) -> Any:
+        return self.lm.generation_config
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        return_logits: bool = False,
+        **inputs: Any,
+    ) -> ValueHeadOutput:
+        """hidden_states [B, T, H] as `hidden_states()`, values [B, T] fp32, logits if asked.
+
+        inputs: further arguments of the model, decoder_input_ids for seq2seq (where T counts
+        decoder positions).
+        """
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        if position_ids is not None:
+            inputs["position_ids"] = position_ids
+        hidden, values = self._hidden_and_values(inputs)
+        logits = lm_head(self.lm).logits(hidden) if return_logits else None
+        return ValueHeadOutput(hidden, values, logits)
+
+    def _hidden_and_values(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.lm.generate(*args, **kwargs)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """peft's context: inside it the policy is the base model (values are not concerned)."""
+        if not hasattr(self.lm, "disable_adapter"):
+            raise ValueError(f"disable_adapter needs a peft model, got {type(self.lm).__name__}")
+        return self.lm.disable_adapter()
+
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        self.lm.gradient_checkpointing_enable(**kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.lm.gradient_checkpointing_disable()
+
+    def policy_parameters(self) -> Iterator[nn.Parameter]:
+        return self.lm.parameters()
+
+    def value_parameters(self) -> Iterator[nn.Parameter]:
+        raise NotImplementedError
+
+
 class ValueHead(nn.Module):
-    """Dropout -> Linear(hidden_size, 1), always computed in fp32 (TRL classic's `v_head`)."""
+    """Dropout -> Linear(hidden_size, 1) in fp32: `v_head` and its options as in TRL classic.
+
+    v_head_init_strategy: None (PyTorch's own), or "normal" (weight N(0, v_head_initializer_range),
+    bias 0).
+    """
 
     def __init__(
         self,
@@ -389,22 +469,20 @@ class ValueHead(nn.Module):
             nn.init.zeros_(self.summary.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            x = self.dropout(hidden.to(self.summary.weight.dtype))
-            return self.summary(x).squeeze(-1)
+        return _scalar(self.summary, self.dropout(hidden))
+
+
+def _scalar(head: nn.Module, hidden: Tensor) -> Tensor:
+    """[..] of a head with one output, computed in the head's own dtype, also under autocast."""
+    weight = next(p for p in head.parameters() if p.is_floating_point())
+    with torch.autocast(hidden.device.type, enabled=False):
+        return upcast(head(hidden.to(weight)).squeeze(-1))
 
 
 V_HEAD_OPTIONS = ("summary_dropout_prob", "v_head_init_strategy", "v_head_initializer_range")
 
 
-class _WithValueHead(nn.Module):
-    """A Hugging Face LM (`pretrained_model`) and a value head on its last hidden state (`v_head`).
-
-    Habits of TRL classic, with two differences: the forward returns hidden states instead of
-    logits, and the state dict keeps the `pretrained_model.` prefix beside `v_head.`, so that it
-    loads back. Directories written by either are read.
-    """
-
+class _WithValueHead(_Policy):
     auto_class: str
 
     def __init__(self, pretrained_model: nn.Module, **v_head_options: Any) -> None:
@@ -415,112 +493,97 @@ class _WithValueHead(nn.Module):
                 f"{type(self).__name__} does not take {', '.join(unknown)}; "
                 f"the value head takes {', '.join(V_HEAD_OPTIONS)}"
             )
+        if isinstance(pretrained_model, _Policy):
+            raise TypeError(f"{type(pretrained_model).__name__} already has values; pass its LM")
         hf = _unwrap(pretrained_model)
-        module = hf.get_output_embeddings()
-        if module is None:
-            raise ValueError(f"{type(hf).__name__} has no lm head; {SUPPORTED}")
+        head = _inside_peft(_head_module(hf))
+        weight = next(head.parameters())
+        hidden_size = getattr(head, "in_features", weight.shape[-1])
         self.pretrained_model = pretrained_model
-        weight, _ = _linear(module, f"the lm head of {type(hf).__name__}")
-        self.v_head = ValueHead(weight.shape[1], **v_head_options).to(weight.device)
+        self.v_head = ValueHead(hidden_size, **v_head_options).to(weight.device)
 
     @property
-    def config(self) -> Any:
-        return self.pretrained_model.config
+    def lm(self) -> nn.Module:
+        return self.pretrained_model
 
-    @property
-    def generation_config(self) -> Any:
-        return self.pretrained_model.generation_config
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        return_logits: bool = False,
-        **inputs: Any,
-    ) -> ValueHeadOutput:
-        """hidden_states [B, T, H], values [B, T] fp32, and logits [B, T, V] if return_logits."""
-        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        if position_ids is not None:
-            inputs["position_ids"] = position_ids
-        hf = _unwrap(self.pretrained_model)
+    def _hidden_and_values(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        hf = _unwrap(self)
         output = _backbone_output(hf, inputs)
-        hidden = _head_input(hf, output)
-        logits = lm_head(self.pretrained_model).logits(hidden) if return_logits else None
-        return ValueHeadOutput(hidden, self.v_head(output), logits)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pretrained_model.generate(*args, **kwargs)
-
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        self.pretrained_model.gradient_checkpointing_enable(**kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.pretrained_model.gradient_checkpointing_disable()
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """peft's context: inside it the model is the base model (the value head stays)."""
-        if not hasattr(self.pretrained_model, "disable_adapter"):
-            raise ValueError(
-                f"disable_adapter needs a peft model, got {type(self.pretrained_model).__name__}"
-            )
-        return self.pretrained_model.disable_adapter()
-
-    def policy_parameters(self) -> Iterator[nn.Parameter]:
-        return self.pretrained_model.parameters()
+        return _head_input(hf, output), self.v_head(output)
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
         return self.v_head.parameters()
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
-        """The model (or its adapter) as transformers or peft save it, and `v_head.safetensors`."""
+        """The LM (or its adapter) as transformers (or peft) saves it, and v_head.safetensors."""
         from safetensors.torch import save_file
 
         self.pretrained_model.save_pretrained(path, **kwargs)
-        state = {
-            f"v_head.{k}": v.detach().cpu().contiguous()
-            for k, v in self.v_head.state_dict().items()
-        }
+        state = {f"v_head.{k}": v.contiguous() for k, v in self.v_head.state_dict().items()}
         save_file(state, Path(path) / "v_head.safetensors", metadata={"format": "pt"})
 
     @classmethod
-    def from_pretrained(cls, model: Any, *, peft_config: Any = None, **kwargs: Any) -> Any:
-        """From a name or directory (of ours, TRL's, or a plain LM), or a model that is in memory.
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *, peft_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """From a hub name, a directory (ours, TRL's, peft's, a plain LM's), or an LM in memory.
 
-        peft_config wraps the model by `peft.get_peft_model`. The value head's options are
-        summary_dropout_prob, v_head_init_strategy, v_head_initializer_range; every other keyword
-        goes to transformers' from_pretrained. A saved value head is found and loaded, otherwise
-        it is fresh.
+        peft_config wraps the LM by `peft.get_peft_model`. The value head's options are
+        summary_dropout_prob, v_head_init_strategy and v_head_initializer_range; every other
+        keyword goes to transformers' from_pretrained. A value head that lies there is loaded,
+        otherwise it is fresh; `load_v_head` reads one for an LM in memory.
         """
         options = {k: kwargs.pop(k) for k in V_HEAD_OPTIONS if k in kwargs}
-        name = model if isinstance(model, (str, Path)) else None
-        if name is not None:
-            model = _load(cls.auto_class, str(name), kwargs)
+        lm, name = pretrained_model_name_or_path, None
+        if isinstance(lm, (str, Path)):
+            name = str(lm)
+            lm = _load(cls.auto_class, name, kwargs)
         elif kwargs:
-            raise TypeError(f"a model in memory takes no {', '.join(sorted(kwargs))}")
+            raise TypeError(f"an LM in memory takes no {', '.join(sorted(kwargs))}")
         if peft_config is not None:
             import peft
 
-            model = peft.get_peft_model(model, peft_config)
-        wrapper = cls(model, **options)
-        state = {} if name is None else _saved_v_head(str(name))
-        if state:
-            wrapper.v_head.load_state_dict(state)
+            lm = peft.get_peft_model(lm, peft_config)
+        wrapper = cls(lm, **options)
+        if name is not None:
+            state = _saved_v_head(name, kwargs)
+            if state:
+                wrapper.v_head.load_state_dict(state)
         return wrapper
+
+    def load_v_head(self, path: str | Path) -> None:
+        """Loads the value head that `save_pretrained`, or TRL, wrote to a directory."""
+        state = _saved_v_head(str(path), {})
+        if not state:
+            raise ValueError(f"no v_head weight is found in {path}")
+        self.v_head.load_state_dict(state)
 
 
 class AutoModelForCausalLMWithValueHead(_WithValueHead):
-    __doc__ = _WithValueHead.__doc__
+    """A causal LM (`pretrained_model`) and a value head on its last hidden state (`v_head`).
+
+    Habits of TRL classic, with two differences: the forward returns hidden states where TRL
+    returns logits, and the state dict keeps the `pretrained_model.` prefix beside `v_head.`, so
+    that it loads back. `lm_head(wrapper)` gives the head that turns the hidden states into
+    log-probs.
+    """
+
     auto_class = "AutoModelForCausalLM"
 
 
 class AutoModelForSeq2SeqLMWithValueHead(_WithValueHead):
-    __doc__ = _WithValueHead.__doc__
+    """The same for an encoder-decoder LM: outputs are per decoder position.
+
+    The value head reads the decoder's output before T5's d_model**-0.5, as in TRL.
+    """
+
     auto_class = "AutoModelForSeq2SeqLM"
 
 
-def _find_file(name: str, file: str) -> str | None:
+HUB_OPTIONS = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
+
+
+def _find_file(name: str, file: str, options: dict[str, Any]) -> str | None:
     """The path of a file of a local directory or hub repository, None if it has none."""
     from transformers.utils import cached_file
 
@@ -529,13 +592,14 @@ def _find_file(name: str, file: str) -> str | None:
         file,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
+        **{k: v for k, v in options.items() if k in HUB_OPTIONS},
     )
 
 
 def _load(auto_class: str, name: str, kwargs: dict[str, Any]) -> nn.Module:
     import transformers
 
-    if _find_file(name, "adapter_config.json") is None:
+    if _find_file(name, "adapter_config.json", kwargs) is None:
         return getattr(transformers, auto_class).from_pretrained(name, **kwargs)
     import peft
 
@@ -543,36 +607,40 @@ def _load(auto_class: str, name: str, kwargs: dict[str, Any]) -> nn.Module:
     return auto.from_pretrained(name, is_trainable=True, **kwargs)
 
 
-def _saved_v_head(name: str) -> dict[str, Tensor]:
-    """`v_head.*` of a saved value head, without the prefix: our file, or TRL's weights file."""
-    from safetensors import safe_open
-
-    for file in ("v_head.safetensors", "model.safetensors"):
-        path = _find_file(name, file)
-        if path is None:
-            continue
-        with safe_open(path, "pt") as f:
-            keys = [k for k in f.keys() if k.startswith("v_head.")]  # noqa: SIM118
-            state = {k.removeprefix("v_head."): f.get_tensor(k) for k in keys}
-        if state:
+def _saved_v_head(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The state of a saved value head: from our own file, or among the weights as TRL saves."""
+    for file in ("v_head.safetensors", "model.safetensors", "pytorch_model.bin"):
+        index = _find_file(name, f"{file}.index.json", options)
+        if index is not None:
+            where = json.loads(Path(index).read_text())["weight_map"]
+            file = next((f for k, f in where.items() if k.startswith("v_head.")), file)
+        path = _find_file(name, file, options)
+        if path is not None and (state := _read_v_head(path)):
             return state
-    path = _find_file(name, "pytorch_model.bin")
-    if path is None:
-        return {}
-    weights = torch.load(path, map_location="cpu", weights_only=True)
-    return {k[len("v_head.") :]: v for k, v in weights.items() if k.startswith("v_head.")}
+        if path is not None and file.endswith("model.safetensors"):
+            return {}
+    return {}
 
 
-# ------------------------------------------------------------------- separate value and reward
+def _read_v_head(path: str) -> dict[str, Tensor]:
+    prefix = "v_head."
+    if path.endswith(".safetensors"):
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as f:
+            names = [k for k in list(f.keys()) if k.startswith(prefix)]
+            return {k.removeprefix(prefix): f.get_tensor(k) for k in names}
+    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
 
 
-class PolicyAndValue(nn.Module):
+class PolicyAndValue(_Policy):
     """A policy and a separate value model behind the protocol of the value-head models.
 
-    policy: a causal or seq2seq LM (peft too). value_model: a model with a scalar head, that is
-    `AutoModelForTokenClassification` or `AutoModelForSequenceClassification` with num_labels=1
-    (the head is applied at every position), or one of the value-head models. It must be causal
-    and share the policy's tokenizer; both see the same inputs.
+    policy: a causal or seq2seq LM (peft too). value_model: a causal model with a scalar head, that
+    is `AutoModelForTokenClassification` or `AutoModelForSequenceClassification` with num_labels=1
+    (the head is applied at every position), or one of the value-head models. Both see the same
+    inputs, so they must share the tokenizer.
     """
 
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
@@ -584,100 +652,73 @@ class PolicyAndValue(nn.Module):
         self.value_model = value_model
 
     @property
-    def config(self) -> Any:
-        return self.policy.config
+    def lm(self) -> nn.Module:
+        return self.policy
 
-    @property
-    def generation_config(self) -> Any:
-        return self.policy.generation_config
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        return_logits: bool = False,
-        **inputs: Any,
-    ) -> ValueHeadOutput:
-        """hidden_states of the policy, values of the value model, logits if return_logits."""
-        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        if position_ids is not None:
-            inputs["position_ids"] = position_ids
-        hidden = hidden_states(self.policy, **inputs)
-        logits = lm_head(self.policy).logits(hidden) if return_logits else None
-        return ValueHeadOutput(hidden, _token_values(self.value_model, inputs), logits)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.policy.generate(*args, **kwargs)
-
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        self.policy.gradient_checkpointing_enable(**kwargs)
-        self.value_model.gradient_checkpointing_enable(**kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.policy.gradient_checkpointing_disable()
-        self.value_model.gradient_checkpointing_disable()
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        if not hasattr(self.policy, "disable_adapter"):
-            raise ValueError(
-                f"disable_adapter needs a peft model, got {type(self.policy).__name__}"
-            )
-        return self.policy.disable_adapter()
-
-    def policy_parameters(self) -> Iterator[nn.Parameter]:
-        return self.policy.parameters()
+    def _hidden_and_values(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return hidden_states(self.policy, **inputs), token_values(self.value_model, **inputs)
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
         return self.value_model.parameters()
+
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        super().gradient_checkpointing_enable(**kwargs)
+        self.value_model.gradient_checkpointing_enable(**kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        super().gradient_checkpointing_disable()
+        self.value_model.gradient_checkpointing_disable()
+
+
+# ------------------------------------------------------------------------------ scalar heads
+
+
+def token_values(value_model: nn.Module, **inputs: Any) -> Tensor:
+    """[B, T] fp32: the scalar head of a value or reward model at every position."""
+    if isinstance(value_model, _WithValueHead):
+        return value_model(**inputs).values
+    hf, head, dropout = _scalar_head(value_model)
+    return _scalar(head, dropout(_backbone_output(hf, inputs)))
 
 
 def sequence_scores(reward_model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """[B] fp32: the scalar head of `reward_model` on each row's last attended token.
 
-    The row's end comes from attention_mask; no pad id is consulted, so pad == eos is harmless and
-    the padding side does not matter. A row without any token scores NaN.
+    The row's end comes from attention_mask [B, T]; no pad id is consulted, so pad == eos is
+    harmless and the padding side does not matter. A row without any token scores NaN.
     """
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must have shape {tuple(input_ids.shape)} like input_ids, "
             f"got {tuple(attention_mask.shape)}"
         )
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    values = _token_values(reward_model, inputs)
+    values = token_values(reward_model, input_ids=input_ids, attention_mask=attention_mask)
     real = attention_mask != 0
     last = real.shape[-1] - 1 - real.flip(-1).int().argmax(-1, keepdim=True)
-    scores = values.gather(-1, last).squeeze(-1)
-    return scores.masked_fill(~real.any(-1), torch.nan)
-
-
-def _token_values(value_model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """[B, T] fp32 of a model with a scalar head."""
-    if isinstance(value_model, _WithValueHead):
-        return value_model(**inputs).values
-    hf, head, dropout = _scalar_head(value_model)
-    hidden = dropout(_backbone_output(hf, inputs))
-    weight = next(head.parameters())
-    with torch.autocast(hidden.device.type, enabled=False):
-        return head(hidden.to(weight.dtype)).squeeze(-1).float()
+    return values.gather(-1, last).squeeze(-1).masked_fill(~real.any(-1), torch.nan)
 
 
 def _scalar_head(model: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """(transformers model, its head with one output, the dropout before it)."""
-    hf = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for name in ("score", "classifier"):
-        head = getattr(hf, name, None)
-        if isinstance(head, nn.Module):
-            weight, _ = _linear(head, f"{name} of {type(hf).__name__}")
-            if weight.shape[0] == 1:
-                return hf, head, getattr(hf, "dropout", nn.Identity())
+    """(transformers model, its head with one output, the dropout before the head)."""
+    hf = _peft_base(model)
+    name = type(hf).__name__
+    # `classifier` after a pooler (BERT's sequence classifiers) is no function of one position.
+    names = ("score", "classifier") if "TokenClassification" in name else ("score",)
+    for attribute in names:
+        head = getattr(hf, attribute, None)
+        if not isinstance(head, nn.Module):
+            continue
+        outputs = getattr(_inside_peft(head), "out_features", None)
+        if outputs is None:
+            continue
+        if outputs != 1:
             raise ValueError(
-                f"{name} of {type(hf).__name__} has {weight.shape[0]} outputs; a value or reward "
-                "model needs one: load it with num_labels=1"
+                f"{attribute} of {name} has {outputs} outputs; a value or reward model "
+                "needs one: load it with num_labels=1"
             )
+        return hf, head, getattr(hf, "dropout", nn.Identity())
     raise ValueError(
-        f"{type(hf).__name__} has no scalar head (`score` or `classifier` with one output); use "
-        "AutoModelForTokenClassification or AutoModelForSequenceClassification with num_labels=1, "
-        "or a value-head model"
+        f"{name} has no scalar head over positions (`score`, or a token `classifier`); use "
+        "AutoModelForTokenClassification or a causal AutoModelForSequenceClassification with "
+        "num_labels=1, or a value-head model"
     )

@@ -1,20 +1,48 @@
 """The `ppo_kernels` op namespace. Each op file defines its own schema through `define`."""
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ppo_kernels import _native
+
 LIB = torch.library.Library("ppo_kernels", "DEF")
 
 
-def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    triton_twin: Callable[..., Any] | None = None,
+) -> None:
     """Define an op: its schema, the reference that runs wherever no kernel does, its fake.
 
     The reference is registered under CompositeExplicitAutograd, the key every device falls back
-    to; the native module and the Triton launchers register under CPU and CUDA and win there.
+    to; kernels register under CPU and CUDA and win there. C++ kernels appear when the native
+    module loads, which the first call that finds none sees to, also inside a compiled graph: an
+    op never asks for it. triton_twin takes the CUDA key if the module came without that part.
     """
     LIB.define(schema)
     name = schema.split("(", 1)[0].strip()
-    LIB.impl(name, reference, "CompositeExplicitAutograd")
+    tried = False
+
+    def first_use(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tried
+        if tried:
+            return reference(*args, **kwargs)
+        _native.ensure()
+        want_twin = not tried and triton_twin is not None and not has_kernel(name, "CUDA")
+        if want_twin and importlib.util.find_spec("triton"):
+            LIB.impl(name, triton_twin, "CUDA")
+        tried = True
+        return getattr(torch.ops.ppo_kernels, name)(*args, **kwargs)
+
+    LIB.impl(name, first_use, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ppo_kernels::{name}", fake, lib=LIB)
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether a kernel is registered for this very dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"ppo_kernels::{name}", key)

@@ -83,6 +83,12 @@ def hidden_states(model: nn.Module, **inputs: Any) -> Tensor:
     a model that cannot be read and names the reason.
     """
     hf = _unwrap(model)
+    sharded = hasattr(hf.get_input_embeddings().weight, "full_tensor")
+    if sharded and any(hasattr(m, "unshard") for m in (model, hf)):
+        raise ValueError(
+            f"{type(model).__name__} is sharded by FSDP, which gathers parameters only inside "
+            "forward; call the forward of a fully sharded value-head model instead"
+        )
     return _head_input(hf, _backbone_output(hf, inputs))
 
 
@@ -99,7 +105,10 @@ def _unwrap(model: nn.Module) -> nn.Module:
         model = model.lm
     model = _peft_base(model)
     if not (hasattr(model, "config") and hasattr(model, "get_output_embeddings")):
-        raise ValueError(f"{type(model).__name__} is not a transformers model; {SUPPORTED}")
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model (unwrap DistributedDataParallel "
+            f"and the like); {SUPPORTED}"
+        )
     return model
 
 
@@ -116,6 +125,20 @@ def _peft_base(model: nn.Module) -> nn.Module:
     return model.get_base_model()
 
 
+def _backbone(hf: nn.Module) -> nn.Module:
+    """The module whose output is the last hidden state."""
+    if _is_t5_like(hf):
+        return hf.decoder
+    # Gemma 3 of transformers 4 keeps it at `model` and names another prefix.
+    inner = getattr(hf, "model", hf) if hf.base_model is hf else hf.base_model
+    if inner is hf:
+        raise ValueError(
+            f"{type(hf).__name__} has no backbone at base_model_prefix="
+            f"{getattr(hf, 'base_model_prefix', None)!r} or model; {SUPPORTED}"
+        )
+    return inner
+
+
 def _is_t5_like(hf: nn.Module) -> bool:
     """T5 and its relatives keep encoder and decoder on the LM itself: there is no backbone."""
     return hf.base_model is hf and hasattr(hf, "encoder") and hasattr(hf, "decoder")
@@ -128,12 +151,7 @@ def _backbone_output(hf: nn.Module, inputs: dict[str, Any]) -> Tensor:
     inputs = {"use_cache": False, **inputs}
     if _is_t5_like(hf):
         return _t5_decoder_output(hf, **inputs)
-    backbone = hf.base_model
-    if backbone is hf:
-        raise ValueError(
-            f"{type(hf).__name__} has no backbone at base_model_prefix="
-            f"{getattr(hf, 'base_model_prefix', None)!r}; {SUPPORTED}"
-        )
+    backbone = _backbone(hf)
     accepted = inspect.signature(backbone.forward).parameters
     mask = inputs.get("attention_mask")
     if (
@@ -253,7 +271,7 @@ def _linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
     if not isinstance(module, nn.Linear):
         kind = f"{type(module).__module__}.{type(module).__name__}"
         raise ValueError(f"{what} is a {kind}, not an nn.Linear; {SUPPORTED}")
-    weight = module.weight
+    weight = _gathered(module.weight)
     if weight.is_meta:
         raise ValueError(f"{what} is on the meta device: offloaded, or not loaded yet")
     if weight.dim() != 2 or weight.numel() == 0:
@@ -263,7 +281,20 @@ def _linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
         )
     if not weight.is_floating_point():
         raise ValueError(f"{what} is quantised ({weight.dtype}); {SUPPORTED}")
-    return weight, module.bias
+    return weight, None if module.bias is None else _gathered(module.bias)
+
+
+def _gathered(x: Tensor) -> Tensor:
+    """The full tensor of a DTensor (FSDP2 between forwards, tensor parallelism).
+
+    Its gradient is the average over the ranks, as FSDP averages: right for ranks that saw
+    different rows, and for ranks that did the same work.
+    """
+    if not hasattr(x, "full_tensor"):
+        return x
+    from torch.distributed.tensor import Partial
+
+    return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)
 
 
 def _lora_linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
@@ -321,53 +352,58 @@ def _watched(hf: nn.Module) -> _Watched:
 
 
 def _watch(hf: nn.Module) -> _Watched:
-    """Compares our reading of the head with the model's own logits on two tokens."""
-    head_module = _head_module(hf)
-    backbone = hf.decoder if _is_t5_like(hf) else hf.base_model
+    """Compares our reading of the head with the model's own logits on two tokens.
+
+    The head is given its input enlarged, so that the logits reach 50: a softcap that is invisible
+    at initialisation cannot hide.
+    """
+    read = _read_head(hf)
     seen: dict[str, Tensor] = {}
+
+    def enlarge(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = seen["input"] = args[0]
+        largest = nn.functional.linear(x.to(read.weight.dtype), read.weight).abs().max()
+        seen["enlarged"] = (x * (50 / largest)).to(x.dtype)
+        return (seen["enlarged"], *args[1:])
+
     hooks = [
-        backbone.register_forward_hook(lambda m, a, out: seen.__setitem__("output", out[0])),
-        head_module.register_forward_pre_hook(lambda m, a: seen.__setitem__("input", a[0])),
+        _backbone(hf).register_forward_hook(lambda m, a, out: seen.__setitem__("output", out[0])),
+        _head_module(hf).register_forward_pre_hook(enlarge),
     ]
-    ids = torch.tensor([[0, 1]], device=next(hf.parameters()).device)
+    ids = torch.tensor([[0, 1]], device=read.weight.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if hf.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
-    devices = [ids.device] if ids.device.type == "cuda" else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            logits = hf(**inputs)
-            logits = getattr(logits, "logits", None)
+        with torch.no_grad(), torch.random.fork_rng([ids.device] if ids.is_cuda else []):
+            logits = hf(**inputs, return_dict=True).logits
     finally:
         for hook in hooks:
             hook.remove()
     name = f"{type(hf).__name__} (model_type {hf.config.model_type!r})"
-    if logits is None or seen.keys() != {"output", "input"}:
+    if seen.keys() != {"output", "input", "enlarged"}:
         raise ValueError(f"{name}: its forward does not go backbone -> lm head; {SUPPORTED}")
     factor = 1.0
     if _is_t5_like(hf) and not torch.equal(seen["input"], seen["output"]):
         factor = hf.config.d_model**-0.5
-    expected = seen["output"] * factor
-    if not _close(seen["input"], expected):
+    if not _close(seen["input"], seen["output"] * factor):
         raise ValueError(
-            f"{name} changes the hidden states between backbone and lm head (by up to "
-            f"{(seen['input'] - expected).abs().max():.2g}); {SUPPORTED}"
+            f"{name} changes the hidden states between backbone and lm head; {SUPPORTED}"
         )
-    ours = _read_head(hf).logits(seen["input"])
-    if logits.shape != ours.shape or not _close(logits, ours):
-        gap = "a different shape" if logits.shape != ours.shape else (logits - ours).abs().max()
+    if not _close(logits, read.logits(seen["enlarged"])):
         raise ValueError(
-            f"{name} computes its logits in a way that is not known here (largest difference: "
-            f"{gap}); {SUPPORTED}"
+            f"{name} computes logits that are not logit_scale={read.logit_scale} and "
+            f"softcap={read.softcap} on its {tuple(read.weight.shape)} head; {SUPPORTED}"
         )
     return _Watched(factor)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
     """Equal up to a few roundings of the coarser dtype, relative to the largest entry."""
+    if a.shape != b.shape:
+        return False
     eps = max(torch.finfo(a.dtype).eps, torch.finfo(b.dtype).eps)
-    a, b = a.float(), b.float()
-    return bool((a - b).abs().max() <= 64 * eps * b.abs().max().clamp(min=1e-3))
+    return bool((a.float() - b.float()).abs().max() <= 8 * eps * b.float().abs().max())
 
 
 # --------------------------------------------------------------------------- policy and values
@@ -431,16 +467,23 @@ class _Policy(nn.Module):
         return self.lm.disable_adapter()
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        self.lm.gradient_checkpointing_enable(**kwargs)
+        _checkpointing(self.lm, "enable", **kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        self.lm.gradient_checkpointing_disable()
+        _checkpointing(self.lm, "disable")
 
     def policy_parameters(self) -> Iterator[nn.Parameter]:
         return self.lm.parameters()
 
     def value_parameters(self) -> Iterator[nn.Parameter]:
         raise NotImplementedError
+
+
+def _checkpointing(model: nn.Module, verb: str, **kwargs: Any) -> None:
+    """transformers 5 renames gradient_checkpointing_* to activation_checkpointing_*."""
+    old = f"gradient_checkpointing_{verb}"
+    new = f"activation_checkpointing_{verb}"
+    getattr(model, new if hasattr(model, new) else old)(**kwargs)
 
 
 class ValueHead(nn.Module):
@@ -645,7 +688,7 @@ class PolicyAndValue(_Policy):
 
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
         super().__init__()
-        _unwrap(policy)
+        _head_module(_unwrap(policy))
         if not isinstance(value_model, _WithValueHead):
             _scalar_head(value_model)
         self.policy = policy
@@ -663,11 +706,11 @@ class PolicyAndValue(_Policy):
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         super().gradient_checkpointing_enable(**kwargs)
-        self.value_model.gradient_checkpointing_enable(**kwargs)
+        _checkpointing(self.value_model, "enable", **kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         super().gradient_checkpointing_disable()
-        self.value_model.gradient_checkpointing_disable()
+        _checkpointing(self.value_model, "disable")
 
 
 # ------------------------------------------------------------------------------ scalar heads

@@ -1,0 +1,97 @@
+"""KL controllers and running score moments: the trainer's state besides models and optimizer."""
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ppo_kernels.ops._checks import number
+
+ERROR_CLIP = 0.2
+# The smallest factor one update applies: n >= 5 horizon would make TRL's factor zero or negative.
+MIN_FACTOR = 0.1
+# Below this std scores are constant up to rounding, and dividing by it would only amplify that.
+MIN_STD = 1e-8
+
+
+class AdaptiveKLController:
+    """`beta *= max(1 + clip(kl / target - 1, -0.2, 0.2) n / horizon, 0.1)`.
+
+    Ziegler et al. 2019, section 2.2; TRL without the last max. kl must have the unit of target:
+    nats per response (the sum over its tokens) or nats per token. n: responses on all ranks.
+    """
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
+        self.value = number("init_kl_coef", init_kl_coef, 0)
+        self.target = number("target", target, 0, above=True)
+        self.horizon = number("horizon", horizon, 0, above=True)
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Take in the mean KL of n_steps responses; a value that is not finite changes nothing."""
+        if not math.isfinite(current):
+            return
+        if current < 0:
+            warnings.warn(
+                f"mean KL to the reference is {current:.4g} < 0, which no policy has over its own "
+                "samples: were responses made with top_k, top_p, a minimum length or another "
+                "temperature than config.temperature?",
+                stacklevel=2,
+            )
+        error = min(max(current / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
+        self.value *= max(1 + error * n_steps / self.horizon, MIN_FACTOR)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = float(state["value"])
+
+
+class FixedKLController(AdaptiveKLController):
+    """beta stays what it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = number("kl_coef", kl_coef, 0)
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Nothing to do."""
+
+
+class RunningMoments:
+    """Mean and unbiased std of every score seen, in fp64 (Chan's parallel update, as in TRL)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
+
+    def update(self, scores: Tensor | Sequence[float]) -> None:
+        """Take in a batch."""
+        x = torch.as_tensor(scores, dtype=torch.float64)
+        if x.numel():
+            mean = float(x.mean())
+            self.merge(x.numel(), mean, float(((x - mean) ** 2).sum()))
+
+    def merge(self, count: float, mean: float, m2: float) -> None:
+        """Take in count scores of this mean and sum of squared deviations m2."""
+        if not count:
+            return
+        total = self.count + count
+        delta = mean - self.mean
+        self.m2 += m2 + delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Unbiased; 1.0, which scales nothing, while there are fewer than two different scores."""
+        if self.count < 2:
+            return 1.0
+        std = math.sqrt(self.m2 / (self.count - 1))
+        return std if std > MIN_STD else 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.m2 = (float(state[k]) for k in ("count", "mean", "m2"))

@@ -10,3 +10,15 @@ FP32 = {"rtol": 1e-5, "atol": 1e-5}
 BF16_OUT = {"rtol": 2**-8, "atol": 1e-5}
 # Triton's interpreter truncates fp32 -> bf16 instead of rounding: a whole unit of 2^-7.
 BF16_OUT_INTERPRETER = {"rtol": 2**-7, "atol": 1e-5}
+# The trainer in fp32 against TRL 0.7.1's recorded run, from weights to weights: fp32 noise of two
+# forwards by different kernels; the largest seen is a tenth to a third of each bound. Real mistakes
+# are far larger: a wrong variance divisor 4e-2, gamma left out 7e-2, a mask off by one 1e-1.
+TRL_LOGPROBS = {"rtol": 0.0, "atol": 2e-5}
+TRL_LOGPROBS_LATER = {"rtol": 0.0, "atol": 1e-4}
+TRL_SCORES = {"rtol": 0.0, "atol": 2e-6}
+TRL_REWARDS = {"rtol": 0.0, "atol": 2e-5}
+TRL_ADVANTAGES = {"rtol": 0.0, "atol": 5e-5}
+TRL_STATS = {"rel": 1e-5, "abs": 5e-5}
+TRL_PARAMETERS = {"rtol": 0.0, "atol": 2e-6}
+# And relative to how far the parameters moved: |after - mine| / |after - before|.
+TRL_MOVED = 1e-4

@@ -34,9 +34,9 @@ class PPOConfig:
     """Settings of PPOTrainer; "TRL" below is TRL 0.7.1, where most names and defaults come from.
 
     Batches (sizes count responses of one process)
-      batch_size 128: the most responses one step takes, and what dataloader and train() hand out.
+      batch_size 128: the most responses one step takes, and what dataloader and train() give.
       mini_batch_size 32: responses per optimizer step; the last one of an epoch may be smaller.
-      micro_batch_size None: responses per forward; only memory depends on it. None: mini_batch_size.
+      micro_batch_size None: responses per forward, for memory only. None: mini_batch_size.
       ppo_epochs 4: passes over the batch (TRL). shuffle True: a new order in each.
       steps None: how many steps train() makes. seed 0: shuffling and sampling, offset per rank.
     Optimiser
@@ -48,7 +48,7 @@ class PPOConfig:
       kl_penalty "kl": estimator in the reward; kl|k1, mse|k2, low_var_kl|k3, abs, or full (the
       sum over the vocabulary). kl_placement "token": at each action; or "terminal_mean".
       init_kl_coef 0.2, adap_kl_ctrl True, target 6.0, horizon 10000: the controller (TRL; Ziegler
-      et al. 2019). kl_unit "sequence": target counts nats per response (TRL), or per "token" (verl).
+      et al. 2019). kl_unit "sequence": target is in nats per response (TRL), or "token" (verl).
       kl_loss_coef 0.0: KL in the loss (k3 value, k2 gradient) instead of in the reward.
     GAE, rewards and scores
       gamma 1.0, lam 0.95. bootstrap_truncated False: V after the last action of a truncated

@@ -1,0 +1,31 @@
+"""The loops people write around PPOTrainer: TRL's own, train(), resuming, saving."""
+
+import tiny
+import torch
+
+from ppo_kernels.trainer import PPOConfig, PPOTrainer
+
+
+def test_the_loop_of_the_first_source_document() -> None:
+    """`for batch in ppo_trainer.dataloader: ...; ppo_trainer.step(...)`, as printed there."""
+    rows = [{"input_ids": torch.randint(3, tiny.VOCAB, (5,)), "query": str(i)} for i in range(8)]
+
+    def collator(data: list[dict]) -> dict[str, list]:
+        return dict((key, [d[key] for d in data]) for key in data[0])
+
+    config = PPOConfig(batch_size=4, mini_batch_size=2, learning_rate=1e-3)
+    ppo_trainer = PPOTrainer(
+        config, tiny.policy(), None, tiny.Tokenizer(), dataset=rows, data_collator=collator
+    )
+    seen = []
+    for batch in ppo_trainer.dataloader:
+        query_tensors = batch["input_ids"]
+        response_tensors = ppo_trainer.generate(
+            query_tensors, return_prompt=False, max_new_tokens=6
+        )
+        rewards = [torch.tensor(float(len(r))) for r in response_tensors]
+        stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
+        seen += batch["query"]
+        assert stats["ppo/optimizer_steps"] == 8
+        assert stats["objective/kl"] >= 0
+    assert sorted(seen) == [str(i) for i in range(8)]

@@ -1,5 +1,7 @@
 """The PPO core for language models as fused PyTorch ops: the public names, nothing else."""
 
+from typing import Any
+
 from ppo_kernels.ops.gae import Advantages, gae
 from ppo_kernels.ops.hidden import lm_loss, logprobs_from_hidden
 from ppo_kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
@@ -25,3 +27,19 @@ __all__ = [
     "ppo_loss_from_hidden",
     "ppo_loss_from_logits",
 ]
+
+# TRL's import line works, and `import ppo_kernels` still does not import transformers.
+_LAZY = {
+    "AutoModelForCausalLMWithValueHead": "models",
+    "AutoModelForSeq2SeqLMWithValueHead": "models",
+    "PPOConfig": "trainer",
+    "PPOTrainer": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ppo_kernels' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"ppo_kernels.{_LAZY[name]}"), name)

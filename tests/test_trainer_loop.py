@@ -3,7 +3,7 @@
 import tiny
 import torch
 
-from ppo_kernels.trainer import PPOConfig, PPOTrainer
+from ppo_kernels import PPOConfig, PPOTrainer
 
 
 def test_the_loop_of_the_first_source_document() -> None:
@@ -29,3 +29,9 @@ def test_the_loop_of_the_first_source_document() -> None:
         assert stats["ppo/optimizer_steps"] == 8
         assert stats["objective/kl"] >= 0
     assert sorted(seen) == [str(i) for i in range(8)]
+
+
+def test_importing_the_ops_imports_no_transformers() -> None:
+    code = "import sys, ppo_kernels; assert 'transformers' not in sys.modules; "
+    code += "ppo_kernels.PPOTrainer"
+    subprocess.run([sys.executable, "-c", code], check=True)

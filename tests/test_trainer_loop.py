@@ -1,5 +1,8 @@
 """The loops people write around PPOTrainer: TRL's own, train(), resuming, saving."""
 
+import subprocess
+import sys
+
 import tiny
 import torch
 

@@ -54,18 +54,24 @@ def _row_chunks(rows: int, V: int) -> Iterator[slice]:
 def transform_logits(
     x: Tensor, temperature: Tensor | float, logit_scale: float, softcap: float | None
 ) -> Tensor:
-    """`z = softcap * tanh(logit_scale * x / softcap) / temperature`; -inf stays masked.
+    """`z = softcap * tanh(logit_scale * x / softcap) / temperature`; infinite logits stay so.
 
-    temperature: a number, or a tensor that broadcasts against the leading dimensions of x.
+    temperature: a number, or a tensor that broadcasts against the leading dimensions of x, where
+    one that is not > 0 makes its row NaN.
     """
     z = upcast(x)
     if logit_scale != 1.0:
         z = z * logit_scale
-    if softcap is not None:
-        z = torch.where(z == -torch.inf, z, softcap * torch.tanh(z / softcap))
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(z.dtype).unsqueeze(-1)
-    return z / temperature
+    if softcap:
+        z = torch.where(z.isinf(), z, softcap * torch.tanh(z / softcap))
+    return z / _positive(temperature, z.dtype)
+
+
+def _positive(temperature: Tensor | float, dtype: torch.dtype) -> Tensor | float:
+    if not isinstance(temperature, Tensor):
+        return temperature
+    t = temperature.to(dtype).unsqueeze(-1)
+    return torch.where(t > 0, t, torch.nan)
 
 
 def logprobs_and_entropy(
@@ -107,53 +113,131 @@ def logprobs_and_entropy(
     )
 
 
+def logprobs_partials(
+    logits: Tensor,
+    labels: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    ignore_index: int,
+    shard: Tensor | None,
+    sum_p2: bool,
+) -> Tensor:
+    """Per row of logits [.., V], the columns [shard[0], shard[0] + V) of a vocabulary:
+    `m = max z`, `s = sum e`, `w = sum e (z - m)`, `z_label` (-inf if elsewhere) and, if asked,
+    `q = sum e^2`, with `e = exp(z - m)`. [N, 4] or [N, 5]; an ignored row's numbers mean nothing.
+    """
+    x, y = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+    N, V = x.shape
+    out = x.new_empty((N, 5 if sum_p2 else 4), dtype=upcast(x[:0]).dtype)
+    for rows in _row_chunks(N, V):
+        t = temperature if temperatures is None else temperatures.reshape(-1)[rows]
+        ignored = (y[rows] == ignore_index).unsqueeze(-1)
+        z = torch.where(ignored, torch.zeros_like(x[rows]), x[rows])
+        z = transform_logits(z, t, logit_scale, softcap)
+        m = z.amax(-1, keepdim=True)
+        d = z - torch.where(m == -torch.inf, 0.0, m)
+        e = torch.exp(d)
+        w = torch.where(e == 0, 0.0, e * d).sum(-1)
+        at = y[rows] if shard is None else y[rows] - shard[0]
+        z_label = z.gather(-1, at.clamp(0, V - 1).unsqueeze(-1)).squeeze(-1)
+        z_label = torch.where((at >= 0) & (at < V), z_label, -torch.inf)
+        sums = [m.squeeze(-1), e.sum(-1), w, z_label]
+        out[rows] = torch.stack([*sums, (e * e).sum(-1)] if sum_p2 else sums, -1)
+    return out
+
+
+def merge_partials(partials: Tensor) -> Tensor:
+    """The partials [N, K] of a whole vocabulary from those of its slices, [slices, N, K]."""
+    m, s, w, z_label, *q = partials.unbind(-1)
+    top = m.amax(0)
+    d = m - torch.where(top == -torch.inf, 0.0, top)
+    f = torch.exp(d)
+    w = ((w + torch.where(s == 0, 0.0, s * d)) * f).sum(0)
+    q = [(each * f * f).sum(0) for each in q]
+    return torch.stack([top, (s * f).sum(0), w, z_label.amax(0), *q], -1)
+
+
+def finish_partials(
+    partials: Tensor, labels: Tensor, ignore_index: int, vocab_size: Tensor | int
+) -> tuple[Tensor, ...]:
+    """(logprobs, entropy, row_max, log_sum[, sum_p2]) like labels, `lse = row_max + log_sum`."""
+    m, s, w, z_label, *q = (x.reshape(labels.shape) for x in partials.unbind(-1))
+    ignored = labels == ignore_index
+    bad = (labels < 0) | (labels >= vocab_size)
+    log_s = torch.log(s)
+    logp = torch.where(bad, torch.nan, (z_label - m) - log_s)
+    entropy = torch.where(bad, torch.nan, log_s - w / s)
+    out = [logp, entropy, m, log_s, *(each / (s * s) for each in q)]
+    return tuple(torch.where(ignored, 0.0, x) for x in out)
+
+
 def logprobs_fwd(
     logits: Tensor,
     labels: Tensor,
-    temperature: Tensor | float,
+    temperatures: Tensor | None,
+    temperature: float,
     logit_scale: float,
-    softcap: float | None,
+    softcap: float,
     ignore_index: int,
-) -> tuple[Tensor, Tensor]:
-    """`logprobs_and_entropy` of logits [N, V] in row chunks, without a graph."""
-    out_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    logp = torch.empty(logits.shape[:-1], dtype=out_dtype, device=logits.device)
-    entropy = torch.empty_like(logp)
-    with torch.no_grad():
-        for rows in _row_chunks(*logits.shape):
-            t = temperature[rows] if isinstance(temperature, Tensor) else temperature
-            logp[rows], entropy[rows] = logprobs_and_entropy(
-                logits[rows], labels[rows], t, logit_scale, softcap, ignore_index
-            )
-    return logp, entropy
+    entropy: bool,
+    sum_p2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logprobs, entropy, row_max, log_sum, sum_p2) in row chunks; empty where not asked for."""
+    transform = (temperatures, temperature, logit_scale, softcap, ignore_index)
+    sums = logprobs_partials(logits, labels, *transform, None, True)
+    logp, ent, m, log_s, p2 = finish_partials(sums, labels, ignore_index, logits.shape[-1])
+    none = logp.new_empty(0)
+    return logp, ent if entropy else none, m, log_s, p2 if sum_p2 else none
 
 
 def logprobs_bwd(
+    logits: Tensor,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
-    logits: Tensor,
     labels: Tensor,
-    temperature: Tensor | float,
+    temperatures: Tensor | None,
+    temperature: float,
     logit_scale: float,
-    softcap: float | None,
+    softcap: float,
     ignore_index: int,
+    row_max: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor | None,
+    shard: Tensor | None,
 ) -> Tensor:
-    """d(logits) [N, V] in row chunks: `dz = g (1_y - p) - h p (ln p + H)`, then the chain rule."""
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    for rows in _row_chunks(*logits.shape):
-        x = logits[rows].detach().requires_grad_()
-        t = temperature[rows] if isinstance(temperature, Tensor) else temperature
-        with torch.enable_grad():
-            outputs = logprobs_and_entropy(x, labels[rows], t, logit_scale, softcap, ignore_index)
-        pairs = [
-            (o, g[rows].to(o.dtype))
-            for o, g in zip(outputs, (grad_logp, grad_entropy))
-            if g is not None
-        ]
-        (grad,) = torch.autograd.grad([o for o, _ in pairs], x, [g for _, g in pairs])
-        ignored = (labels[rows] == ignore_index).unsqueeze(-1)
-        out[rows] = torch.where(ignored, torch.zeros_like(grad), grad)
-    return out
+    """d(logits) in row chunks: `dz = g (1_y - p) - h p (ln p + H)`, then the chain rule to x.
+
+    A row without gradient is not read and gets 0; a bad label makes its row NaN.
+    """
+    x, y = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+    N, V = x.shape
+    first, vocab_size = (0, V) if shard is None else shard.unbind()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    zero = torch.zeros_like(row_max)
+    per_row = (grad_logp, grad_entropy, row_max, log_sum, entropy)
+    g, h, m, log_s, H = ((zero if v is None else v).reshape(-1, 1) for v in per_row)
+    y = y.unsqueeze(-1)
+    skipped = (y == ignore_index) | ((g == 0) & (h == 0))
+    g = torch.where((y < 0) | (y >= vocab_size), torch.nan, g)
+    columns = torch.arange(V, device=x.device)
+    for rows in _row_chunks(N, V):
+        t = temperature if temperatures is None else temperatures.reshape(-1)[rows]
+        x_rows = torch.where(skipped[rows], torch.zeros_like(x[rows]), x[rows])
+        log_p = transform_logits(x_rows, t, logit_scale, softcap) - m[rows] - log_s[rows]
+        p = torch.exp(log_p)
+        weight = g[rows]
+        if grad_entropy is not None:
+            weight = weight + h[rows] * (torch.where(p == 0, 0.0, log_p) + H[rows])
+        dz = torch.where(columns == y[rows] - first, g[rows], 0.0) - p * weight
+        dx = dz * logit_scale / _positive(t, dz.dtype)
+        if softcap:
+            u = upcast(x_rows)
+            slope = 1 - torch.tanh(u * logit_scale / softcap) ** 2
+            dx = dx * torch.where(u.isinf(), 1.0, slope)
+        out[rows] = torch.where(skipped[rows], torch.zeros_like(dx), dx)
+    return out.view(logits.shape)
 
 
 # ----------------------------------------------------------------------------- KL and rewards

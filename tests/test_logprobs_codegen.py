@@ -21,7 +21,7 @@ def launch(V: int, dtype: torch.dtype, entropy: bool, softcap: float, temperatur
     kernels.logprobs_fwd(logits, labels, *transform, entropy, False)
     saved = (meta(N), meta(N), meta(N) if entropy else None)
     grads = (meta(N), meta(N) if entropy else None)
-    kernels.logprobs_bwd(logits, *grads, labels, *transform, *saved, 0, V)
+    kernels.logprobs_bwd(logits, *grads, labels, *transform, *saved, None)
 
 
 # Every block size that block_and_warps picks for V in {1, 7, 300, 1024, 32000, 50257, 128256,

@@ -86,7 +86,7 @@ def _logprobs_fwd_kernel(
     logit_scale,
     softcap,
     ignore_index,
-    vocab_start,
+    shard_ptr,
     CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     SUM_P2: tl.constexpr,
@@ -96,7 +96,8 @@ def _logprobs_fwd_kernel(
     x_row = x_ptr + row // B * x_stride_a + row % B * x_stride_b
     label = tl.load(labels_ptr + row).to(tl.int64)
     ignored = label == ignore_index
-    label -= vocab_start
+    if shard_ptr is not None:
+        label -= tl.load(shard_ptr)
     inner, outer = _factors(temperatures_ptr, row, temperature, logit_scale, softcap, CAPPED)
 
     m = -float("inf")
@@ -171,8 +172,7 @@ def _logprobs_bwd_kernel(
     logit_scale,
     softcap,
     ignore_index,
-    vocab_start,
-    vocab_size,
+    shard_ptr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -192,8 +192,12 @@ def _logprobs_bwd_kernel(
         h = tl.load(grad_entropy_ptr + row)
     # A row whose outputs carry no gradient is not read and gets exact zeros.
     skipped = (label == ignore_index) | ((g == 0) & (h == 0))
+    vocab_size = V
+    if shard_ptr is not None:
+        vocab_size = tl.load(shard_ptr + 1)
     g = tl.where((label >= 0) & (label < vocab_size), g, float("nan"))
-    label -= vocab_start
+    if shard_ptr is not None:
+        label -= tl.load(shard_ptr)
 
     inner, outer = _factors(temperatures_ptr, row, temperature, logit_scale, softcap, CAPPED)
     x = tl.load(x_row + cols, mask=(cols < V) & ~skipped, other=-float("inf")).to(tl.float32)
@@ -228,7 +232,7 @@ def _forward(
     logit_scale: float,
     softcap: float,
     ignore_index: int,
-    vocab_start: int,
+    shard: Tensor | None,
     outputs: tuple[Tensor | None, ...],
     entropy: bool,
     sum_p2: bool,
@@ -251,7 +255,7 @@ def _forward(
             logit_scale,
             softcap,
             ignore_index,
-            vocab_start,
+            shard,
             CAPPED=softcap > 0,
             ENTROPY=entropy,
             SUM_P2=sum_p2,
@@ -286,7 +290,7 @@ def logprobs_fwd(
         logit_scale,
         softcap,
         ignore_index,
-        0,
+        None,
         (logp, ent, row_max, log_sum, p2, None),
         entropy,
         sum_p2,
@@ -302,13 +306,12 @@ def logprobs_partials(
     logit_scale: float,
     softcap: float,
     ignore_index: int,
-    vocab_start: int,
+    shard: Tensor | None,
     sum_p2: bool,
 ) -> Tensor:
     """Launch the forward kernel for one slice of the vocabulary: unfinished row statistics."""
-    out = torch.empty(
-        (*labels.shape, 5 if sum_p2 else 4), dtype=torch.float32, device=logits.device
-    )
+    shape = (labels.numel(), 5 if sum_p2 else 4)
+    out = torch.empty(shape, dtype=torch.float32, device=logits.device)
     _forward(
         logits,
         labels,
@@ -317,7 +320,7 @@ def logprobs_partials(
         logit_scale,
         softcap,
         ignore_index,
-        vocab_start,
+        shard,
         (None, None, None, None, None, out),
         True,
         sum_p2,
@@ -338,8 +341,7 @@ def logprobs_bwd_(
     row_max: Tensor,
     log_sum: Tensor,
     entropy: Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
+    shard: Tensor | None,
     out: Tensor | None = None,
 ) -> None:
     """Launch the backward kernel; the gradient goes into `out`, or over the logits."""
@@ -372,8 +374,7 @@ def logprobs_bwd_(
             logit_scale,
             softcap,
             ignore_index,
-            vocab_start,
-            vocab_size,
+            shard,
             CAPPED=softcap > 0,
             BLOCK=block,
             num_warps=warps,

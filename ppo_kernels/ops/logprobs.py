@@ -1,12 +1,89 @@
 """logprobs_from_logits: log-softmax, gather and entropy of [.., V] logits in one read."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks
+from ppo_kernels.ops._library import define
+
+# How a logit becomes z, and the label that counts for nothing. softcap 0 is none; temperatures
+# has one real per row and wins over temperature.
+TRANSFORM = (
+    "Tensor? temperatures, float temperature, float logit_scale, float softcap, int ignore_index"
+)
+# logits [N, V] or [A, B, V], last dimension contiguous; labels [N] or [A, B], contiguous. shard:
+# int64 [2] = (first column, vocabulary size) where logits are a slice of the vocabulary.
+BACKWARD = (
+    "Tensor? grad_logprobs, Tensor? grad_entropy, Tensor labels, "
+    f"{TRANSFORM}, Tensor row_max, Tensor log_sum, Tensor? entropy, Tensor? shard"
+)
+
+
+def _real(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _fwd_fake(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def per_row(wanted: bool = True) -> Tensor:
+        return logits.new_empty(labels.shape if wanted else (0,), dtype=_real(logits))
+
+    *_, entropy, sum_p2 = args
+    return per_row(), per_row(entropy), per_row(), per_row(), per_row(sum_p2)
+
+
+def _partials_fake(logits: Tensor, labels: Tensor, *args: Any) -> Tensor:
+    return logits.new_empty((labels.numel(), 5 if args[-1] else 4), dtype=_real(logits))
+
+
+def _bwd_fake(logits: Tensor, *args: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _bwd_inplace_reference(logits: Tensor, *args: Any) -> None:
+    logits.copy_(reference.logprobs_bwd(logits, *args))
+
+
+def _bwd_inplace_fake(logits: Tensor, *args: Any) -> None:
+    return None
+
+
+define(
+    f"logprobs_fwd(Tensor logits, Tensor labels, {TRANSFORM}, bool want_entropy, bool want_sum_p2)"
+    " -> (Tensor logprobs, Tensor entropy, Tensor row_max, Tensor log_sum, Tensor sum_p2)",
+    reference.logprobs_fwd,
+    _fwd_fake,
+    triton_module="logprobs",
+)
+define(
+    f"logprobs_partials(Tensor logits, Tensor labels, {TRANSFORM}, Tensor? shard, bool sum_p2)"
+    " -> Tensor",
+    reference.logprobs_partials,
+    _partials_fake,
+    triton_module="logprobs",
+)
+define(
+    f"logprobs_bwd(Tensor logits, {BACKWARD}) -> Tensor",
+    reference.logprobs_bwd,
+    _bwd_fake,
+    triton_module="logprobs",
+)
+define(
+    f"logprobs_bwd_(Tensor(a!) logits, {BACKWARD}) -> ()",
+    _bwd_inplace_reference,
+    _bwd_inplace_fake,
+    triton_module="logprobs",
+)
+
+
+class LogprobStats(NamedTuple):
+    """lse: logsumexp(z); sum_p2: sum_v p_v^2. Like labels, detached."""
+
+    lse: Tensor
+    sum_p2: Tensor
 
 
 class _Logprobs(torch.autograd.Function):
@@ -15,27 +92,89 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
-        temperature: Tensor | float,
-        logit_scale: float,
-        softcap: float | None,
-        ignore_index: int,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.args = (logit_scale, softcap, ignore_index)
-        ctx.temperature = temperature
-        ctx.save_for_backward(logits, labels)
+        transform: tuple,
+        want_entropy: bool,
+        want_stats: bool,
+        inplace: bool,
+        group: Any,
+    ) -> tuple[Tensor | None, ...]:
+        shard = None
+        if group is None:
+            logp, entropy, row_max, log_sum, sum_p2 = torch.ops.ppo_kernels.logprobs_fwd(
+                logits, labels, *transform, want_entropy, want_stats
+            )
+        else:
+            shard = _shard(logits, group)
+            logp, entropy, row_max, log_sum, *sum_p2 = _forward_of_shards(
+                logits, labels, transform, want_stats, shard, group
+            )
+            sum_p2 = sum_p2[0] if want_stats else None
+        if not want_entropy:
+            entropy = None
+        temperatures, *ctx.numbers = transform
+        ctx.inplace, ctx.consumed = inplace, False
+        ctx.save_for_backward(logits, labels, temperatures, row_max, log_sum, entropy, shard)
         ctx.set_materialize_grads(False)
-        return reference.logprobs_fwd(logits, labels, temperature, *ctx.args)
+        if not want_stats:
+            return logp, entropy, None, None
+        lse = row_max + log_sum
+        ctx.mark_non_differentiable(lse, sum_p2)
+        return logp, entropy, lse, sum_p2
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> Any:
+        nothing = (None,) * 6
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 6
-        logits, labels = ctx.saved_tensors
-        grad = reference.logprobs_bwd(
-            grad_logp, grad_entropy, logits, labels, ctx.temperature, *ctx.args
+            return None, *nothing
+        if ctx.inplace and ctx.consumed:
+            raise RuntimeError(
+                "logprobs_from_logits(inplace_backward=True): the first backward has overwritten "
+                "the logits with their gradient; a second one needs inplace_backward=False"
+            )
+        logits, labels, temperatures, row_max, log_sum, entropy, shard = ctx.saved_tensors
+        args = (
+            *(
+                None if g is None else g.to(row_max.dtype).contiguous()
+                for g in (grad_logp, grad_entropy)
+            ),
+            labels,
+            temperatures,
+            *ctx.numbers,
+            row_max,
+            log_sum,
+            entropy,
+            shard,
         )
-        return grad, None, None, None, None, None
+        # A compiled graph plans its own memory: there the gradient is an ordinary output.
+        if not ctx.inplace or torch.compiler.is_compiling():
+            return torch.ops.ppo_kernels.logprobs_bwd(logits, *args), *nothing
+        ctx.consumed = True
+        logits = logits.detach()
+        torch.ops.ppo_kernels.logprobs_bwd_(logits, *args)
+        # Whoever else saved these logits now fails loudly instead of reading gradients.
+        torch.autograd.graph.increment_version(logits)
+        return logits, *nothing
+
+
+def _shard(logits: Tensor, group: Any) -> Tensor:
+    """int64 [2]: this rank's first column and the vocabulary size. 8 bytes per rank, on device."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = torch.full((1,), logits.shape[-1], dtype=torch.int64, device=logits.device)
+    sizes = size.new_empty(ranks)
+    dist.all_gather_into_tensor(sizes, size, group=group)
+    return torch.stack([sizes[:rank].sum(), sizes.sum()])
+
+
+def _forward_of_shards(
+    logits: Tensor, labels: Tensor, transform: tuple, sum_p2: bool, shard: Tensor, group: Any
+) -> tuple[Tensor, ...]:
+    """One all_gather of 16 bytes per token (20 with sum_p2); every rank gets the same bits."""
+    mine = torch.ops.ppo_kernels.logprobs_partials(logits, labels, *transform, shard, sum_p2)
+    all_of_them = mine.new_empty((dist.get_world_size(group), *mine.shape))
+    dist.all_gather_into_tensor(all_of_them, mine, group=group)
+    merged = reference.merge_partials(all_of_them)
+    return reference.finish_partials(merged, labels, transform[-1], shard[1])
 
 
 def logprobs_from_logits(
@@ -47,40 +186,60 @@ def logprobs_from_logits(
     softcap: float | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
+    return_stats: bool = False,
     inplace_backward: bool = False,
     tp_group: Any = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """`logp = z_label - logsumexp(z)` and, if asked, `H = -sum p ln p`, per row.
 
     `z = softcap * tanh(logit_scale * logits / softcap) / temperature`, `p = softmax(z)`.
 
-    logits [.., V] fp32, bf16, fp16 (fp64 on CPU); labels [..] int64 or int32; temperature a
-    number or a tensor like labels. Returns fp32 (fp64 for fp64) of the shape of labels.
-    A label equal to ignore_index gives 0, 0 and gradient 0; any other label outside [0, V) gives
-    NaN, as does a row with NaN, +inf or only -inf. Single -inf columns are masked vocabulary.
+    logits [.., V] fp32, bf16, fp16 (fp64 on CPU), read once and never copied: up to two leading
+    dimensions may have any stride, as in `logits[:, :-1]`; only a strided vocabulary is copied.
+    labels [..] int64 or int32. temperature: a number, or a tensor like labels (no gradient).
+
+    Returns logprobs, or (logprobs[, entropy][, stats]): fp32 (fp64 for fp64) like labels. Both
+    are differentiable; backward recomputes p from the logits. stats is LogprobStats(lse, sum_p2),
+    detached; `1 - 2 p_label + sum_p2` is the squared norm of a token's score function in the
+    logits, the weight of an optimal-token baseline.
+
+    A label equal to ignore_index gives 0, 0 and gradient 0, and its row is not read. Any other
+    label outside [0, V) gives NaN, as does a row with NaN, +inf or only -inf, or a temperature in
+    a tensor that is not > 0. -inf columns are masked vocabulary: they contribute nothing. A row
+    whose outputs receive no gradient gets gradient 0, whatever is in it.
+
+    inplace_backward: the gradient overwrites the logits, which saves a tensor of their size.
+    Whatever needs them afterwards, a second backward included, raises. Under torch.compile the
+    flag changes nothing. tp_group: a process group whose ranks hold consecutive slices of the
+    vocabulary in rank order, of any sizes, and the same labels: one all_gather of 16 bytes per
+    token (after one of 8 bytes per rank), none in backward.
     """
-    _checks.tensor("logits", logits, _checks.FLOATS)
-    _checks.tensor("labels", labels, _checks.INDICES)
-    if logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"logits must have shape [.., V] with V >= 1, got {tuple(logits.shape)}")
-    _checks.shape("labels", labels, tuple(logits.shape[:-1]), "logits without its last dimension")
-    _checks.same_device("labels", labels, logits.device, "logits")
+    _check(logits, labels, ignore_index, inplace_backward)
     temperature = check_temperature(temperature, labels)
-    _checks.number("logit_scale", logit_scale)
+    _checks.number("logit_scale", logit_scale, 0, above=True)
     if softcap is not None:
         _checks.number("softcap", softcap, 0, above=True)
+    x, y = _as_rows(logits, labels)
+    temperatures = None
     if isinstance(temperature, Tensor):
-        temperature = temperature.reshape(-1)
-    logp, entropy = _Logprobs.apply(
-        logits.reshape(-1, logits.shape[-1]),
-        labels.reshape(-1),
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
+        temperatures = temperature.detach().to(_real(logits)).reshape(y.shape).contiguous()
+        temperature = 1.0
+    transform = (temperatures, temperature, float(logit_scale), float(softcap or 0), ignore_index)
+    outputs = _Logprobs.apply(
+        x, y, transform, return_entropy, return_stats, inplace_backward, tp_group
     )
-    logp = logp.view(labels.shape)
-    return (logp, entropy.view(labels.shape)) if return_entropy else logp
+    logp, entropy, lse, sum_p2 = (None if o is None else o.view(labels.shape) for o in outputs)
+    if not return_entropy and not return_stats:
+        return logp
+    stats = (LogprobStats(lse, sum_p2),) if return_stats else ()
+    return (logp, entropy, *stats) if return_entropy else (logp, *stats)
+
+
+def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
+    """`H = -sum p ln p` of `p = softmax(logits / temperature)`, [..] fp32, differentiable."""
+    _checks.tensor("logits", logits, _checks.FLOATS)
+    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return logprobs_from_logits(logits, labels, temperature=temperature, return_entropy=True)[1]
 
 
 def check_temperature(temperature: float | Tensor, labels: Tensor) -> float | Tensor:
@@ -95,8 +254,28 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> float | Te
     return temperature
 
 
-def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
-    """`H = -sum p ln p` of `p = softmax(logits / temperature)`, [..] fp32, differentiable."""
+def _check(logits: Tensor, labels: Tensor, ignore_index: int, inplace: bool) -> None:
     _checks.tensor("logits", logits, _checks.FLOATS)
-    labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    return logprobs_from_logits(logits, labels, temperature=temperature, return_entropy=True)[1]
+    _checks.tensor("labels", labels, _checks.INDICES)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits must have shape [.., V] with V >= 1, got {tuple(logits.shape)}")
+    if logits.dtype == torch.float64 and logits.device.type == "cuda":
+        raise TypeError("logits must have dtype float32, bfloat16, float16 on cuda, got float64")
+    _checks.shape("labels", labels, tuple(logits.shape[:-1]), "logits without its last dimension")
+    _checks.same_device("labels", labels, logits.device, "logits")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
+    if inplace and any(n > 1 and s == 0 for n, s in zip(logits.shape, logits.stride())):
+        raise ValueError("inplace_backward needs logits whose rows do not share memory (expand)")
+
+
+def _as_rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """logits as [N, V] or [A, B, V] with a contiguous last dimension, labels likewise."""
+    V = logits.shape[-1]
+    if V > 1 and logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    if logits.dim() > 3:
+        logits = logits.flatten(0, -3)
+    elif logits.dim() == 1:
+        logits = logits.unsqueeze(0)
+    return logits, labels.reshape(logits.shape[:-1]).contiguous()

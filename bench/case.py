@@ -1,0 +1,96 @@
+"""What a benchmark is: inputs, the right answer, and the functions that compete on them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Function = Callable[[Tensors], Tensors]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Largest error against fp64, over the largest expected number, that still counts as right. In bf16
+# people's own code computes whole softmaxes in bf16: coarse, but what they use.
+TOLERANCE = {"fp32": 1e-3, "bf16": 6e-2}
+
+
+class Unavailable(Exception):
+    """A contestant that cannot run here: not installed, or for another device."""
+
+
+@dataclass
+class Contestant:
+    """`load()` imports or compiles and returns the function to time: inputs -> named outputs."""
+
+    name: str
+    load: Callable[[], Function]
+    workspace: float = 0.0  # bytes above the inputs that a call is expected to need
+    overwrites: str | None = None  # the input that a call destroys
+    compiles: bool = False  # the first call at a new shape compiles: it is no sample
+
+
+@dataclass
+class Case:
+    """One block of the table. The first contestant is ours; ratios are to it."""
+
+    op: str
+    name: str
+    dtype: str
+    make: Callable[[int, bool], Tensors]  # (seed, whether for the check) -> inputs
+    expected: Function  # inputs of the check -> the answer in fp64
+    contestants: list[Contestant]
+    input_bytes: float
+    bytes: float = 0.0  # the least that has to be moved; 0 for a case bound by arithmetic
+    flops: float = 0.0  # the least arithmetic
+    required: float = 0.0  # bytes of the gradients asked for: not counted as extra memory
+    rows: Tensor | None = None  # compare these rows only
+    masked_by: str | None = None  # compare where this input is True only
+    headline: bool = False  # goes into the README
+    sweep: tuple[str, int] | None = None  # (what varies, its value): a point of a scaling plot
+    single: bool = False  # too large for more than one timed call
+    memory_only: bool = False  # a point of a table of peak memory: never timed
+    tokens: int = 0  # the table says tokens per second
+
+    @property
+    def key(self) -> str:
+        return f"{self.op}: {self.name} {self.dtype}"
+
+
+def error_against(case: Case, inputs: Tensors, outputs: Tensors, want: Tensors) -> float:
+    """Largest |output - answer| over the largest |answer|, over all outputs the answer names."""
+    shared = sorted(want.keys() & outputs.keys())
+    if not shared:
+        raise ValueError(f"no output is named {', '.join(want)}")
+    worst = 0.0
+    for name in shared:
+        expected, got = want[name], outputs[name]
+        if case.rows is not None:
+            got = got[case.rows.to(got.device)]
+        if got.shape != expected.shape:
+            raise ValueError(f"{name} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
+        difference = (got.double() - expected).abs()
+        if case.masked_by is not None:
+            valid = inputs[case.masked_by]
+            difference, expected = difference[valid], expected[valid]
+        error = (difference.max() / expected.abs().max().clamp(min=1e-30)).item()
+        # NaN compares false with everything: it must not pass as the smaller number.
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def with_gradients(forward: Function, wrt: tuple[str, ...], upstream: Tensors) -> Function:
+    """forward, then the gradients of its outputs weighted by `upstream`, named d<input>.
+
+    upstream: output name -> name of the input that holds its weight, or None for a scalar loss.
+    """
+
+    def run(inputs: Tensors) -> Tensors:
+        leaves = {name: inputs[name].detach().requires_grad_() for name in wrt}
+        outputs = forward({**inputs, **leaves})
+        heads = [outputs[name] for name in upstream]
+        weights = [None if g is None else inputs[g] for g in upstream.values()]
+        grads = torch.autograd.grad(heads, list(leaves.values()), weights)
+        detached = {name: x.detach() for name, x in outputs.items()}
+        return detached | {f"d{name}": g for name, g in zip(wrt, grads)}
+
+    return run

@@ -1,0 +1,216 @@
+"""logprobs_from_hidden and ppo_loss_from_hidden against logits, Liger, cut-cross-entropy, verl."""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import ppo_kernels as ppo
+from bench import peers
+from bench.case import DTYPES, Case, Contestant, Function, Tensors, with_gradients
+
+WRT = ("hidden", "weight")
+CLIP = 0.2
+MAX_LENGTH = 256
+CHECK_TOKENS = 64
+SHAPES = {"cpu": (2048, 896, 151936), "cuda": (8192, 4096, 131072)}
+
+
+def make(
+    N: int, H: int, V: int, dtype: str, masked: float, std: float, device: torch.device, seed: int
+) -> Tensors:
+    """[B, T] tokens with one advantage per sequence, all that Liger's loss takes.
+
+    std: the spread of the logits; at 0.02 every logprob is near -ln V.
+    """
+    g = torch.Generator(device).manual_seed(seed)
+    T = min(N, MAX_LENGTH)
+    shape = (N // T, T)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g, device=device)
+
+    return {
+        "hidden": normal(*shape, H).to(DTYPES[dtype]),
+        "weight": normal(V, H).mul_(std * H**-0.5).to(DTYPES[dtype]),
+        "labels": torch.randint(V, shape, generator=g, device=device),
+        # The old log-probs are this far away: some ratios are clipped, most are not.
+        "near": 0.15 * normal(*shape),
+        "old_logprobs": torch.full(shape, -math.log(V), device=device),
+        "advantages": normal(shape[0], 1).expand(shape).contiguous(),
+        "mask": torch.rand(shape, generator=g, device=device) >= masked,
+    }
+
+
+def near_policy(x: Tensors) -> Tensors:
+    """old_logprobs from the present policy, over small chunks: a realistic spread needs them."""
+    h, y = x["hidden"].flatten(0, 1).split(128), x["labels"].flatten().split(128)
+    parts = [
+        eager_logprobs({"hidden": a, "weight": x["weight"], "labels": b}) for a, b in zip(h, y)
+    ]
+    logp = torch.cat([p["logprobs"] for p in parts]).view(x["labels"].shape)
+    return x | {"old_logprobs": logp + x["near"]}
+
+
+def clipped_loss(logp: Tensor, x: Tensors) -> Tensor:
+    m = x["mask"].to(logp.dtype)
+    ratio = torch.exp(logp - x["old_logprobs"])
+    plain, clipped = ratio * x["advantages"], ratio.clamp(1 - CLIP, 1 + CLIP) * x["advantages"]
+    return (-torch.min(plain, clipped) * m).sum() / m.sum()
+
+
+def eager_logprobs(x: Tensors) -> Tensors:
+    logits = x["hidden"] @ x["weight"].T
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    logp = torch.log_softmax(logits, -1).gather(-1, x["labels"].unsqueeze(-1)).squeeze(-1)
+    return {"logprobs": logp}
+
+
+def eager_loss(x: Tensors) -> Tensors:
+    return {"loss": clipped_loss(eager_logprobs(x)["logprobs"], x)}
+
+
+def ours_logprobs(x: Tensors) -> Tensors:
+    return {"logprobs": ppo.logprobs_from_hidden(x["hidden"], x["weight"], x["labels"])}
+
+
+def ours_loss(x: Tensors) -> Tensors:
+    out = ppo.ppo_loss_from_hidden(
+        *(x[n] for n in (*WRT, "labels", "old_logprobs", "advantages", "mask")), cliprange=CLIP
+    )
+    return {"loss": out.loss}
+
+
+def expected(x: Tensors, function: Function, backward: bool) -> Tensors:
+    exact = {n: t.double() if t.is_floating_point() else t for n, t in x.items()}
+    return (with_gradients(function, WRT, {"loss": None}) if backward else function)(exact)
+
+
+def _peer(load: peers.Loader, device: torch.device, backward: bool) -> Function:
+    """A function of flat tokens -> logprobs; for the loss, the eager formula on top."""
+    function = load(device)
+
+    def forward(x: Tensors) -> Tensors:
+        flat = function(x["hidden"].flatten(0, 1), x["weight"], x["labels"].flatten())
+        logp = flat.view(x["labels"].shape)
+        return {"loss": clipped_loss(logp.float(), x)} if backward else {"logprobs": logp}
+
+    return with_gradients(forward, WRT, {"loss": None}) if backward else forward
+
+
+def _liger(device: torch.device) -> Function:
+    function = peers.liger_chunked_loss(device)
+    names = ("old_logprobs", "advantages", "mask")
+    return with_gradients(
+        lambda x: {"loss": function(x["hidden"], x["weight"], x["labels"], *(x[n] for n in names))},
+        WRT,
+        {"loss": None},
+    )
+
+
+def contestants(N: int, V: int, backward: bool, device: torch.device) -> list[Contestant]:
+    ours, eager = (ours_loss, eager_loss) if backward else (ours_logprobs, eager_logprobs)
+
+    def timed(function: Function) -> Function:
+        return with_gradients(function, WRT, {"loss": None}) if backward else function
+
+    logits = N * V * 4.0 * (4 if backward else 2)
+    found = [
+        Contestant("ours", lambda: timed(ours), 2.0**29),
+        Contestant("eager", lambda: timed(eager), logits),
+        Contestant(
+            "compile", lambda: timed(torch.compile(eager, dynamic=False)), logits, compiles=True
+        ),
+    ]
+    if backward:
+        found.append(Contestant("liger chunked loss", lambda: _liger(device), 2.0**29))
+    for name, load in peers.HIDDEN.items():
+        whole = name == "cce" and device.type == "cpu"  # its CPU path holds the logits
+        found.append(
+            Contestant(
+                name,
+                lambda f=load: _peer(f, device, backward),
+                logits if whole else 2.0**30,
+                compiles=whole,
+            )
+        )
+    return found
+
+
+def case(
+    N: int,
+    H: int,
+    V: int,
+    dtype: str,
+    device: torch.device,
+    masked: float = 0.0,
+    backward: bool = True,
+    **flags: object,
+) -> Case:
+    size = {"fp32": 4, "bf16": 2}[dtype]
+    what = "PPO loss, forward+backward" if backward else "logprobs, forward"
+    if masked:
+        what += f", {masked:.0%} of rows masked"
+
+    def inputs(seed: int, check: bool) -> Tensors:
+        tokens = CHECK_TOKENS if check else N
+        # A point of the memory table spends no time on a realistic policy.
+        std = 0.02 if flags.get("memory_only") else 1.5
+        x = make(tokens, H, V, dtype, masked, std, device, seed)
+        return x if flags.get("memory_only") else near_policy(x)
+
+    return Case(
+        op="hidden",
+        name=f"N={N} H={H} V={V} {what}",
+        dtype=dtype,
+        make=inputs,
+        expected=partial(
+            expected, function=eager_loss if backward else eager_logprobs, backward=backward
+        ),
+        contestants=contestants(N, V, backward, device),
+        input_bytes=float((N + V) * H * size),
+        flops=(6.0 if backward else 2.0) * N * H * V * (1 - masked),
+        required=float((N + V) * H * size) if backward else 0.0,
+        **flags,
+    )
+
+
+def sweep(device: torch.device) -> list[Case]:
+    """Peak memory over N x V. On a CPU H is small, or it would take hours; above the inputs and
+    gradients memory hardly depends on H."""
+    H = 1024 if device.type == "cuda" else 16
+    found = []
+    for V in (32768, 131072, 262144):
+        for N in (2048, 8192, 32768):
+            point = case(N, H, V, "bf16", device, sweep=(f"N at V={V}", N), memory_only=True)
+            point.contestants = point.contestants[:2]
+            found.append(point)
+    return found
+
+
+def build(device: torch.device, size: str) -> list[Case]:
+    if size == "small":
+        shape = (128, 32, 2048)
+        return [
+            case(*shape, "fp32", device, backward=False),
+            case(*shape, "fp32", device),
+            case(*shape, "bf16", device, masked=0.4),
+        ]
+    if size == "sweep":
+        return sweep(device)
+    if size == "large":
+        return []
+    shape = SHAPES[device.type]
+    found = [
+        case(*shape, "bf16", device, backward=False),
+        case(*shape, "bf16", device, headline=True),
+        case(*shape, "bf16", device, masked=0.4),
+    ]
+    if device.type == "cpu":
+        found += [
+            case(*shape, "fp32", device, headline=True),
+            case(*shape, "fp32", device, masked=0.4, headline=True),
+        ]
+    return found

@@ -1,0 +1,251 @@
+"""Other projects' functions behind one signature per op; each loader imports its package.
+
+The `bench` extra installs those that come with their own dependencies. verl and OpenRLHF pin
+versions of other packages and are added by hand, without them:
+
+    pip install --no-deps verl openrlhf deepspeed
+    pip install ray omegaconf hydra-core codetiming hjson py-cpuinfo einops
+
+PufferLib, quack-kernels and flash-attn are used where they are installed; rl-triton is not on PyPI.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.case import Unavailable
+
+NAMES = (
+    "trl",
+    "liger",
+    "cce",
+    "torchrl",
+    "verl",
+    "openrlhf",
+    "quack",
+    "flash-attn",
+    "pufferlib",
+)
+Loader = Callable[[torch.device], Callable[..., Any]]
+
+
+def _needs_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+
+
+def _file(package: str, path: str) -> Any:
+    """One file of a package whose __init__ imports more than this file needs."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise ImportError(f"No module named {package!r}")
+    file = f"{next(iter(spec.submodule_search_locations))}/{path}"
+    spec = importlib.util.spec_from_file_location(f"{package}_file", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------- logits [N, V], labels [N] -> logprobs [N]
+
+
+def _trl_logprobs(device: torch.device) -> Callable[..., Tensor]:
+    from trl.trainer.utils import selective_log_softmax
+
+    return selective_log_softmax
+
+
+def _verl_logprobs(device: torch.device) -> Callable[..., Tensor]:
+    from verl.utils.torch_functional import logprobs_from_logits
+
+    return logprobs_from_logits
+
+
+def _openrlhf_logprobs(device: torch.device) -> Callable[..., Tensor]:
+    return _file("openrlhf", "models/utils.py").log_probs_from_logits
+
+
+def _liger_logprobs(device: torch.device) -> Callable[..., Tensor]:
+    _needs_cuda(device)
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return lambda logits, labels: -liger_cross_entropy(logits, labels, reduction="none")
+
+
+def _quack_logprobs(device: torch.device) -> Callable[..., Tensor]:
+    _needs_cuda(device)
+    from quack.cross_entropy import cross_entropy
+
+    return lambda logits, labels: (
+        -cross_entropy(logits, labels, reduction="none", inplace_backward=True)
+    )
+
+
+def _flash_logprobs(device: torch.device) -> Callable[..., Tensor]:
+    _needs_cuda(device)
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+    return lambda logits, labels: -cross_entropy_loss(logits, labels, inplace_backward=True)[0]
+
+
+LOGPROBS: dict[str, Loader] = {
+    "trl": _trl_logprobs,
+    "verl": _verl_logprobs,
+    "openrlhf": _openrlhf_logprobs,
+    "liger": _liger_logprobs,
+    "quack": _quack_logprobs,
+    "flash-attn": _flash_logprobs,
+}
+# Their backward writes the gradient over the logits.
+OVERWRITES_LOGITS = ("liger", "quack", "flash-attn")
+
+
+# -------------------------------------- logits [N, V], labels [N] -> logprobs [N], entropy [N]
+
+
+def _trl_entropy(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    return lambda logits, labels: (
+        selective_log_softmax(logits, labels),
+        entropy_from_logits(logits),
+    )
+
+
+def _verl_entropy(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+
+    def run(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = logprobs_from_logits(logits, labels, inplace_backward=False)
+        return logprobs, entropy_from_logits(logits)
+
+    return run
+
+
+ENTROPY: dict[str, Loader] = {"trl": _trl_entropy, "verl": _verl_entropy}
+
+
+# ------------- rewards, values, mask [B, T], gamma, lam -> {"advantages", "returns"} or either
+
+
+def _verl_gae(device: torch.device) -> Callable[..., dict[str, Tensor]]:
+    from verl.trainer.ppo.core_algos import compute_gae_advantage_return
+
+    def run(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> dict[str, Tensor]:
+        # Its advantages come whitened, so that only the returns can be compared.
+        return {"returns": compute_gae_advantage_return(r, v, mask.float(), gamma, lam)[1]}
+
+    return run
+
+
+def _torchrl_gae(device: torch.device) -> Callable[..., dict[str, Tensor]]:
+    from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
+
+    def run(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> dict[str, Tensor]:
+        # It knows no mask: the valid tokens are moved to the left, each row ends in `done`.
+        order = torch.argsort(~mask, dim=1, stable=True)
+        valid = mask.gather(1, order)
+        r, v = (torch.where(valid, x.gather(1, order), 0).unsqueeze(-1) for x in (r, v))
+        following = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
+        last = torch.arange(v.shape[1], device=v.device) >= valid.sum(1, keepdim=True) - 1
+        a, ret = vec_generalized_advantage_estimate(
+            gamma, lam, v, following, r, last.unsqueeze(-1), time_dim=-2
+        )
+        back = torch.argsort(order, dim=1)
+        return {"advantages": a[..., 0].gather(1, back), "returns": ret[..., 0].gather(1, back)}
+
+    return run
+
+
+def _pufferlib_gae(device: torch.device) -> Callable[..., dict[str, Tensor]]:
+    import pufferlib._C  # noqa: F401  (registers torch.ops.pufferlib)
+
+    def run(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> dict[str, Tensor]:
+        # Its reward at t+1 belongs to the step from t, and it stops one short of the end.
+        column = v.new_zeros(v.shape[0], 1)
+        values, rewards = torch.cat([v, column], 1), torch.cat([column, r], 1)
+        dones, ratio = torch.zeros_like(values), torch.ones_like(values)
+        advantages = torch.zeros_like(values)
+        torch.ops.pufferlib.compute_puff_advantage(
+            values, rewards, dones, ratio, advantages, gamma, lam, 1.0, 1.0
+        )
+        return {"advantages": advantages[:, :-1]}
+
+    return run
+
+
+GAE: dict[str, Loader] = {"verl": _verl_gae, "torchrl": _torchrl_gae, "pufferlib": _pufferlib_gae}
+GAE_WITH_MASK = ("verl", "torchrl")
+
+
+# ---------------------------------------- inputs of bench.cases.loss -> the whole loss, a scalar
+
+
+def _verl_loss(device: torch.device) -> Callable[..., Tensor]:
+    from verl.trainer.ppo import core_algos as verl
+
+    def run(x: dict[str, Tensor], c: dict[str, float]) -> Tensor:
+        mask = x["mask"].float()
+        policy, *_ = verl.compute_policy_loss(
+            x["old_logprobs"], x["logprobs"], x["advantages"], mask, cliprange=c["cliprange"]
+        )
+        value, _ = verl.compute_value_loss(
+            x["values"], x["returns"], x["old_values"], mask, c["cliprange_value"]
+        )
+        kl = verl.kl_penalty(x["logprobs"], x["ref_logprobs"], "low_var_kl")
+        entropy, kl = (verl.agg_loss(t, mask, "token-mean") for t in (x["entropy"], kl))
+        return policy + c["vf_coef"] * value - c["ent_coef"] * entropy + c["kl_coef"] * kl
+
+    return run
+
+
+LOSS: dict[str, Loader] = {"verl": _verl_loss}
+
+
+# -------------------------------- hidden [N, H], weight [V, H], labels [N] -> logprobs [N]
+
+
+def _liger_hidden(device: torch.device) -> Callable[..., Tensor]:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        LigerFusedLinearScaledCrossEntropyFunction as Function,
+    )
+
+    return lambda hidden, weight, labels: -Function.apply(hidden, weight, labels)
+
+
+def _cce_hidden(device: torch.device) -> Callable[..., Tensor]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    impl = "cce" if device.type == "cuda" else "torch_compile"
+    return lambda hidden, weight, labels: (
+        -linear_cross_entropy(hidden, weight, labels, reduction="none", impl=impl)
+    )
+
+
+def _verl_hidden(device: torch.device) -> Callable[..., Tensor]:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    fused = FusedLinearForPPO()
+    return lambda hidden, weight, labels: fused(hidden[None], weight, labels[None])[0][0]
+
+
+HIDDEN: dict[str, Loader] = {"liger": _liger_hidden, "cce": _cce_hidden, "verl": _verl_hidden}
+
+
+def liger_chunked_loss(device: torch.device) -> Callable[..., Tensor]:
+    """Liger's chunked GRPO loss; with one advantage per sequence it is the clipped PPO loss."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, loss_type="bnpo", compiled=device.type == "cuda"
+    )
+
+    def run(
+        hidden: Tensor, weight: Tensor, labels: Tensor, old: Tensor, adv: Tensor, mask: Tensor
+    ) -> Tensor:
+        return loss(hidden, weight, labels, mask.float(), adv[:, 0], old_per_token_logps=old)[0]
+
+    return run

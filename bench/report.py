@@ -1,0 +1,208 @@
+"""Tables from result files: on the screen, as Markdown, and the block that the README quotes.
+
+`python -m bench.report [DIR]` prints the README's block from DIR (default bench/results).
+"""
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
+LEGEND = (
+    "time: median per call (on a GPU the device's time, and wall the time between calls); spread: "
+    "half the interquartile range; vs ours: ratio of times, with ~ where the spreads overlap, so "
+    "that the difference is not one; of ceiling: the least bytes or flops, over the time, over "
+    "this machine's measured copy bandwidth or GEMM rate (a copy also writes: a pure read can "
+    "exceed it); error: largest deviation from fp64 over the largest value; memory: peak above "
+    "the inputs and the gradients that were asked for, in a fresh process."
+)
+
+
+def seconds(x: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if x * scale >= 1 or unit == "us":
+            return f"{significant(x * scale)} {unit}"
+    raise AssertionError
+
+
+def significant(x: float) -> str:
+    """Three significant digits (two below one), without an exponent."""
+    if x >= 100:
+        return f"{x:.0f}"
+    if x >= 1:
+        return f"{x:.1f}" if x >= 10 else f"{x:.2f}"
+    return f"{x:.2g}" if x >= 1e-4 else "0"
+
+
+def mebibytes(x: float) -> str:
+    mib = x / 2**20
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
+
+
+def ratio(row: Row, base: Row | None) -> str:
+    if base is None or "seconds" not in row or "seconds" not in base or row is base:
+        return ""
+    unclear = row["low"] <= base["high"] and base["low"] <= row["high"]
+    return f"{'~' if unclear else ''}{significant(row['seconds'] / base['seconds'])}x"
+
+
+def share(row: Row, ceiling: dict[str, float]) -> str:
+    """Percent of the ceiling that binds the case, or nothing where none was measured."""
+    if "seconds" not in row:
+        return ""
+    least, top = row["bytes"], ceiling.get("copy")
+    if row["flops"]:
+        least, top = row["flops"], ceiling.get(row["dtype"])
+    if not top or not least:
+        return ""
+    percent = 100 * least / row["seconds"] / top
+    return f"{percent:.0f}%" if percent >= 1 else f"{percent:.1g}%"
+
+
+def extra_memory(row: Row) -> str:
+    if "peak_bytes" not in row:
+        return row.get("memory_message", "")
+    return mebibytes(max(row["peak_bytes"] - row["required_bytes"], 0))
+
+
+def cells(row: Row, base: Row | None, result: dict[str, Any]) -> dict[str, str]:
+    """The line of one contestant that ran, by column; empty columns are dropped by `table`."""
+    error = f"{row['error']:.1e}" if "error" in row else ""
+    line = {"": row["contestant"]}
+    if "seconds" in row:
+        line["time"] = seconds(row["seconds"])
+        if result["device"] == "cuda":
+            line["wall"] = seconds(row["wall_seconds"])
+        if row["tokens"]:
+            line["tokens/s"] = f"{row['tokens'] / row['wall_seconds']:.0f}"
+        line["spread"] = seconds((row["high"] - row["low"]) / 2)
+        line["vs ours"] = ratio(row, base)
+        line["of ceiling"] = share(row, result["ceiling"])
+    return line | {"error": error, "memory": extra_memory(row)}
+
+
+def table(group: list[Row], result: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
+    """A case as (header and lines, notes about the contestants that did not run)."""
+    base = base_of(group)
+    lines = [cells(r, base, result) for r in group if r["status"] == "ok"]
+    columns = [
+        c for c in dict.fromkeys(k for x in lines for k in x) if any(x.get(c) for x in lines)
+    ]
+    out: dict[str, list[str]] = {}
+    for r in group:
+        if r["status"] != "ok":
+            label = "not here" if r["status"] == "absent" else r["status"].upper()
+            out.setdefault(f"{label}: {r['message']}", []).append(r["contestant"])
+    notes = [f"{', '.join(names)} {why}" for why, names in out.items()]
+    return [columns, *([x.get(c, "") for c in columns] for x in lines)] if lines else [], notes
+
+
+def blocks(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows grouped into cases, in the order they ran."""
+    grouped = groupby(rows, key=lambda r: (r["op"], r["case"], r["dtype"]))
+    return [(f"{op}: {case}, {dtype}", list(group)) for (op, case, dtype), group in grouped]
+
+
+def base_of(group: list[Row]) -> Row | None:
+    return next((r for r in group if r["contestant"] == "ours" and r["status"] == "ok"), None)
+
+
+def floor(row: Row, ceiling: dict[str, float]) -> str:
+    """The least that a case has to move or compute, and the time that takes here."""
+    if row["flops"]:
+        least, top, what = row["flops"], ceiling.get(row["dtype"]), "Gflop"
+    elif row["bytes"]:
+        least, top, what = row["bytes"], ceiling.get("copy"), "GB"
+    else:
+        return ""
+    at_best = f", {seconds(least / top)} at the ceiling" if top else ""
+    return f"least {significant(least / 1e9)} {what}{at_best}"
+
+
+def text(result: dict[str, Any]) -> str:
+    """Fixed-width tables for a terminal."""
+    out = [describe(result), ""]
+    for title, group in blocks(result["rows"]):
+        lines, notes = table(group, result)
+        out.append(f"{title}  ({floor(group[0], result['ceiling']) or 'no floor'})")
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        for first, *others in lines:
+            right = "".join(f"  {c:>{w}}" for c, w in zip(others, widths[1:]))
+            out.append(f"  {first:<{widths[0]}}{right}".rstrip())
+        out += [f"  {note}" for note in notes] + [""]
+    return "\n".join([*out, LEGEND])
+
+
+def markdown(result: dict[str, Any]) -> str:
+    out = [f"# {result['name']}", "", describe(result), "", LEGEND, ""]
+    for title, group in blocks(result["rows"]):
+        lines, notes = table(group, result)
+        out += [f"## {title}", "", floor(group[0], result["ceiling"]), ""]
+        if lines:
+            lines.insert(1, ["---"] * len(lines[0]))
+        out += ["| " + " | ".join(line) + " |" for line in lines] + [""] * bool(lines)
+        out += [f"* {note}" for note in notes] + [""] * bool(notes)
+    return "\n".join(out)
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Machine, ceilings, versions, commit and date in two sentences."""
+    m, c = result["machine"], result["ceiling"]
+    rates = [f"copy {c['copy'] / 1e9:.3g} GB/s"] if "copy" in c else []
+    rates += [f"{n} GEMM {c[n] / 1e9:.4g} Gflop/s" for n in ("fp32", "bf16") if n in c]
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    return (
+        f"{m['device']}, {m['cores']} cores, {m['memory']}; measured ceilings: {', '.join(rates)}. "
+        f"Commit {result['commit']}, {result['date']}; {versions}."
+    )
+
+
+def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def readme(results: list[dict[str, Any]]) -> str:
+    """The headline cases of all result files as one Markdown table per machine."""
+    lines = []
+    for device, group in groupby(results, key=lambda r: r["machine"]["device"]):
+        group = list(group)
+        first = group[0]
+        lines += [
+            f"{device}, {first['machine']['cores']} cores, torch {first['versions']['torch']}, "
+            f"{first['date'][:10]}, commit {first['commit']}:",
+            "",
+            "| | ours | of ceiling | memory | eager | compiled | other projects |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for result in group:
+            for title, rows in blocks([r for r in result["rows"] if r["headline"]]):
+                lines.append(_readme_line(title, rows, result["ceiling"]))
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _readme_line(title: str, rows: list[Row], ceiling: dict[str, float]) -> str:
+    base = base_of(rows)
+    if base is None:
+        return f"| {title} | {rows[0]['status']} | | | | | |"
+
+    def other(row: Row) -> str:
+        memory = extra_memory(row)
+        return f"{ratio(row, base)}{f' ({memory})' if memory else ''}"
+
+    named = {r["contestant"]: r for r in rows if r["status"] == "ok"}
+    others = [
+        f"{name} {other(r)}"
+        for name, r in named.items()
+        if name not in ("ours", "eager", "compile")
+    ]
+    pair = [other(named[n]) if n in named else "" for n in ("eager", "compile")]
+    mine = [seconds(base["seconds"]), share(base, ceiling), extra_memory(base)]
+    return "| " + " | ".join([title, *mine, *pair, ", ".join(others)]) + " |"
+
+
+if __name__ == "__main__":
+    print(readme(load(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)))

@@ -1,0 +1,225 @@
+"""The benchmark: nothing wrong is timed, no failure is hidden, no figure is typed by hand."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import __main__ as cli
+from bench import cases, peers, report, runner
+from bench.case import Case, Contestant, Unavailable, error_against
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+def _double(x):
+    return {"y": 2 * x["x"]}
+
+
+def _raise(error):
+    def load():
+        raise error
+
+    return load
+
+
+def _case(*contestants, **options):
+    defaults = {"input_bytes": 4e3, "bytes": 8e3, "required": 4e3}
+    return Case(
+        op="double",
+        name="N=1000",
+        dtype="fp32",
+        make=lambda seed, check: {"x": torch.arange(1000.0) + seed},
+        expected=lambda x: {"y": 2 * x["x"].double()},
+        contestants=list(contestants),
+        **{**defaults, **options},
+    )
+
+
+def _run(*contestants, **options):
+    said = []
+    rows = runner.run_case(_case(*contestants, **options), CPU, 0.05, said.append)
+    return {r["contestant"]: r for r in rows}
+
+
+def test_a_right_contestant_is_timed_and_every_failure_keeps_its_row_and_reason():
+    calls = []
+
+    def wrong(x):
+        calls.append(1)
+        return {"y": 2 * x["x"] + 5}
+
+    rows = _run(
+        Contestant("ours", lambda: _double),
+        Contestant("wrong", lambda: wrong),
+        Contestant("nan", lambda: lambda x: {"y": x["x"] * float("nan")}),
+        Contestant("misnamed", lambda: lambda x: {"z": x["x"]}),
+        Contestant("misshapen", lambda: lambda x: {"y": x["x"][:3]}),
+        Contestant("crash", lambda: lambda x: x["nothing"]),
+        Contestant("missing", _raise(ImportError("No module named 'peer'"))),
+        Contestant("gpu only", _raise(Unavailable("needs a CUDA device"))),
+    )
+    ours = rows["ours"]
+    assert ours["status"] == "ok"
+    assert ours["samples"] >= runner.FEWEST
+    assert 0 < ours["low"] <= ours["seconds"] <= ours["high"]
+    assert rows["wrong"]["status"] == "wrong"
+    assert len(calls) == 1  # checked once, never timed
+    assert rows["nan"]["status"] == "wrong"
+    assert rows["misnamed"]["status"] == rows["misshapen"]["status"] == "crashed"
+    assert "KeyError: 'nothing'" in rows["crash"]["message"]
+    assert rows["missing"]["status"] == rows["gpu only"]["status"] == "absent"
+    result = {"rows": list(rows.values()), "ceiling": {"copy": 1e10}, "device": "cpu"}
+    _, notes = report.table(result["rows"], result)
+    for name in rows.keys() - {"ours"}:
+        assert any(re.match(rf"(.*, )?{name}(,| )", note) for note in notes), name
+
+
+def test_too_large_is_skipped_with_the_size_and_the_rest_still_runs():
+    huge = 2.0**60
+    rows = _run(Contestant("ours", lambda: _double), Contestant("eager", lambda: _double, huge))
+    assert rows["ours"]["status"] == "ok"
+    assert rows["eager"]["status"] == "skipped"
+    assert re.match(r"needs \d+\.\d GiB, \d+\.\d GiB free", rows["eager"]["message"])
+    assert (
+        _run(Contestant("ours", lambda: _double), input_bytes=huge)["ours"]["status"] == "skipped"
+    )
+
+
+def test_an_in_place_contestant_gets_fresh_inputs_for_each_call():
+    seen = []
+
+    def in_place(x):
+        seen.append(x["x"][1].item())
+        return {"y": x["x"].mul_(2)}
+
+    rows = _run(Contestant("ours", lambda: in_place, overwrites="x"))
+    assert rows["ours"]["status"] == "ok"
+    assert set(seen) == {1.0, 2.0}  # seed 0 for the check, seed 1 ever after
+
+
+def test_only_valid_positions_and_chosen_rows_are_compared():
+    x = {"m": torch.tensor([True, False, True])}
+    out, want = {"y": torch.tensor([1.0, 9.0, 2.0])}, {"y": torch.tensor([1.0, 0.0, 2.0]).double()}
+    assert error_against(_case(masked_by="m"), x, out, want) == 0
+    assert error_against(_case(), x, out, want) > 1
+    chosen = {"y": want["y"][[2]]}
+    assert error_against(_case(rows=torch.tensor([2])), x, out, chosen) == 0
+
+
+def test_the_ratio_says_when_the_spread_is_wider_than_the_difference():
+    base = {"seconds": 1.0, "low": 0.9, "high": 1.1}
+    clear, unclear = (
+        {"seconds": 2.0, "low": 1.8, "high": 2.2},
+        {"seconds": 1.2, "low": 1.05, "high": 1.4},
+    )
+    assert report.ratio(clear, base) == "2.00x"
+    assert report.ratio(unclear, base) == "~1.20x"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("size", cases.SIZES)
+def test_cases_have_distinct_names_and_ours_first(device, size):
+    found = cases.build(cases.OPS, torch.device(device), size)
+    assert len({c.key for c in found}) == len(found)
+    for case in found:
+        names = [c.name for c in case.contestants]
+        assert names[0] == "ours"
+        assert len(set(names)) == len(names)
+        assert case.input_bytes > 0
+        others = [n for n in names if not n.startswith(("ours", "eager", "compile"))]
+        assert {cli.package(n) for n in others} <= set(peers.NAMES)
+
+
+def test_the_large_case_needs_64_bit_offsets():
+    (large,) = cases.build(["logprobs"], CPU, "large")
+    N, V = (int(n) for n in re.match(r"N=(\d+) V=(\d+)", large.name).groups())
+    assert N * V > 2**31
+    assert large.rows.max() == N - 1
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--op", "nonsense"], "unknown op nonsense; there are gae, logprobs"),
+        (["--device", "tpu"], "unknown device tpu; there are cpu, cuda"),
+        (["--dtype", "int8"], "unknown dtype int8; there are fp32, bf16"),
+        pytest.param(
+            ["--device", "cuda"],
+            "torch finds no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+)
+def test_bad_arguments_are_named(argv, message, capsys):
+    assert cli.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_writes_rows_and_an_unknown_name_does_not_stop_the_others(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    argv = ["--op", "step,nonsense", "--size", "small", "--peers", "typo", "--device", "cpu"]
+    assert cli.main([*argv, "--json", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert "unknown op nonsense" in captured.err
+    assert "unknown peer typo; there are trl, liger" in captured.err
+    result = json.loads(file.read_text())
+    assert {"machine", "versions", "commit", "date", "ceiling"} <= result.keys()
+    assert [r["contestant"] for r in result["rows"]] == ["ours", "eager"]
+    assert all(r["status"] == "ok" for r in result["rows"])
+    assert "PPO update" in captured.out
+    assert "tokens/s" in captured.out
+
+
+def test_peak_memory_is_measured_in_a_fresh_process():
+    (case,) = [c for c in cases.build(["hidden"], CPU, "small") if "forward+" in c.name][:1]
+    found = runner.measure_memory([case.key], "eager", ["cpu", "small", "hidden"])
+    # The fp32 logits [128, 2048] and their gradient are there at once; a process is 100 times that.
+    assert 2 * 128 * 2048 * 4 < found[case.key] < 64 * 128 * 2048 * 4
+    missing = runner.measure_memory([case.key], "nobody", ["cpu", "small", "hidden"])
+    assert "message" in missing
+
+
+# ------------------------------------------------------------------------- figures in the README
+
+# A measurement: a ratio, a time, a rate, or memory in the units that the reports use.
+FIGURE = re.compile(
+    r"(?<![\w.])~?\d[\d,.]*(?:e[+-]?\d+)?\s?"
+    r"(?:x(?![\w])|×|times\b|us\b|µs\b|ms\b|GB/s|TB/s|[GT]flop/s|tokens/s|tok/s|MiB\b|GiB\b)"
+)
+
+
+def figures(text):
+    return [re.sub(r"[\s~]", "", f) for f in FIGURE.findall(text)]
+
+
+def unsupported(readme, results):
+    """Figures of a text that stand in no results file."""
+    known = set(figures("\n".join(results)))
+    return [f for f in figures(readme) if f not in known]
+
+
+def test_the_readme_quotes_no_figure_that_is_not_in_the_results():
+    results = [p.read_text() for p in sorted(report.RESULTS.glob("*.md"))]
+    assert unsupported((ROOT / "README.md").read_text(), results) == []
+
+
+def test_the_figure_check_can_fail():
+    results = ["| ours | 1.25 ms | 4.5x | 3.0 MiB |"]
+    assert unsupported("1.25 ms, 4.5x faster, 3.0 MiB", results) == []
+    assert unsupported("1.26 ms", results) == ["1.26ms"]
+    assert unsupported("up to 10x faster", results) == ["10x"]
+    assert unsupported("100 times the loop at 22 GB/s", results) == ["100times", "22GB/s"]
+    assert unsupported("V = 151936, Python 3.10, 512x4 blocks, x86", results) == []
+
+
+def test_the_readme_table_is_the_one_that_the_results_give():
+    table = report.readme(report.load())
+    text = (ROOT / "README.md").read_text()
+    begin, end = "<!-- bench:begin -->", "<!-- bench:end -->"
+    if begin not in text:
+        pytest.skip("the README has no table of results yet")
+    assert text.split(begin)[1].split(end)[0].strip() == table

@@ -9,8 +9,8 @@
 equals the log-probs of `model(**inputs).logits` while no [B, T, V] tensor ever exists. Two
 families whose configurations carry the same field may use it differently (`logits_scaling` divides
 in Granite and multiplies in HyperCLOVA X; MPT has a `logit_scale` and ignores it), so nothing is
-guessed: the families in `PLAIN` and `SCALED` are known and tested, any other model is compared
-once with its own logits on two tokens and refused if they differ.
+guessed: the families in `KNOWN` are tested, any other model is compared once with its own logits on
+two tokens and refused if they differ.
 
 Index convention of a causal model: position j of the outputs is the state after token j. It gives
 the logprob of token j + 1 and the value V(tokens <= j); the trainer's collate does that shift.
@@ -30,18 +30,23 @@ from torch import Tensor, nn
 
 from ppo_kernels.reference import upcast
 
-# Families, by model_type, whose logits are weight (+ bias) and the config's softcap if it has one,
-_PLAIN = """
-    bart bloom deepseek_v3 falcon gemma gemma2 gemma3_text gpt2 gpt_neox llama mistral mixtral mpt
-    olmo2 opt phi3 qwen2 qwen3 qwen3_moe smollm3
+# Families, by model_type, that tests/test_models.py compares with their own logits.
+_KNOWN = """
+    bart bloom cohere cohere2 deepseek_v3 falcon gemma2 gemma3_text gpt2 gpt_neox granite
+    granitemoe llama mistral mixtral mpt olmo2 opt phi3 qwen2 qwen3 qwen3_moe smollm3
 """
-PLAIN = frozenset(_PLAIN.split())
-# and those with a factor on the logits: whether the model or its config holds it, name, power.
+KNOWN = frozenset(_KNOWN.split())
+# Factor on the logits: whether the model or its config holds it, its name, its power.
 SCALED = {
     "cohere": ("model", "logit_scale", 1),
     "cohere2": ("model", "logit_scale", 1),
+    "cohere2_moe": ("model", "logit_scale", 1),
     "granite": ("config", "logits_scaling", -1),
+    "granite_swa": ("config", "logits_scaling", -1),
     "granitemoe": ("config", "logits_scaling", -1),
+    "granitemoehybrid": ("config", "logits_scaling", -1),
+    "granitemoeshared": ("config", "logits_scaling", -1),
+    "hyperclovax": ("config", "logits_scaling", 1),
 }
 SUPPORTED = (
     "supported are Hugging Face causal and seq2seq models whose logits are "
@@ -337,7 +342,7 @@ _WATCHED: WeakKeyDictionary[nn.Module, _Watched] = WeakKeyDictionary()
 
 def _needs_watching(hf: nn.Module) -> bool:
     """False where transformers' own forward of a listed family calls a plain nn.Linear."""
-    family = hf.config.model_type in PLAIN or hf.config.model_type in SCALED
+    family = hf.config.model_type in KNOWN
     forward = hf.__dict__.get("forward", type(hf).forward)
     own = getattr(forward, "__module__", "").startswith("transformers.models.")
     head = _inside_peft(_head_module(hf))

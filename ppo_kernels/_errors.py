@@ -1,0 +1,5 @@
+"""The one exception that the command line prints without a traceback."""
+
+
+class UserError(Exception):
+    """Something outside the program is missing or wrong, and the message says what to change."""

@@ -1,0 +1,90 @@
+"""Stages of a long run: shown with a bar and a time, saved when complete, skipped when done."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ppo_kernels._errors import UserError
+
+Tick = Callable[[str], None]
+
+
+class Stages:
+    """Runs stages in order inside the folder `out`; `infos` keeps what each said about itself."""
+
+    def __init__(self, out: Path, run: dict[str, Any], console: Console) -> None:
+        self.out, self.console = out, console
+        self.infos: dict[str, dict[str, Any]] = {}
+        stamp = out / "run.json"
+        if stamp.exists() and json.loads(stamp.read_text()) != run:
+            raise UserError(
+                f"--out {out} holds a run with another seed or other settings (see {stamp}): "
+                "choose another folder, or remove this one"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(json.dumps(run, indent=2))
+
+    def run(
+        self,
+        name: str,
+        steps: int,
+        make: Callable[[Tick], tuple[Any, dict[str, Any]]],
+        load: Callable[[Path], Any] = lambda folder: None,
+    ) -> Any:
+        """What the stage made: by load(folder) if its folder is there, else by make(tick).
+
+        make calls tick(text) at each of its `steps`, and returns a model or tokenizer (anything
+        with save_pretrained, or None) and a dict for `infos`.
+        """
+        folder = self.out / name
+        if (folder / "info.json").exists():
+            self.infos[name] = json.loads((folder / "info.json").read_text())
+            self._show(name, cached=True)
+            return load(folder)
+        began = time.perf_counter()
+        with self._bar() as bar:
+            task = bar.add_task(name, total=steps, text="")
+            result, info = make(lambda text: bar.update(task, advance=1, text=text))
+        self.infos[name] = info | {"seconds": time.perf_counter() - began}
+        self._save(folder, result, self.infos[name])
+        self._show(name)
+        return result
+
+    def _save(self, folder: Path, result: Any, info: dict[str, Any]) -> None:
+        """The folder appears at once and complete; a run killed before that repeats the stage."""
+        scratch = folder.with_name(f".{folder.name}")
+        for old in (scratch, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        scratch.mkdir()
+        if result is not None:
+            result.save_pretrained(scratch)
+        (scratch / "info.json").write_text(json.dumps(info, indent=2))
+        os.replace(scratch, folder)
+
+    def _show(self, name: str, cached: bool = False) -> None:
+        info = self.infos[name]
+        numbers = [f"{k.replace('_', ' ')} {v:.3g}" for k, v in info.items() if _plain(k, v)]
+        when = "done before" if cached else f"{info['seconds']:.1f} s"
+        self.console.print(f"{name:<11}{when:>12}  {', '.join(numbers)}", highlight=False)
+
+    def _bar(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description:<11}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self.console,
+            transient=True,
+        )
+
+
+def _plain(name: str, value: Any) -> bool:
+    return name != "seconds" and isinstance(value, (int, float))

@@ -50,8 +50,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     train.add_argument("--config", type=Path, metavar="FILE.yaml", help="fields of PPOConfig")
     train.add_argument("--out", type=Path, default=Path("runs/train"))
     train.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
-    train.add_argument("--max-new-tokens", type=int, default=64)
-    train.add_argument("--save-every", type=int, default=20, metavar="STEPS")
+    train.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N")
+    train.add_argument("--save-every", type=_positive, default=20, metavar="STEPS")
     if "train" in argv[:1]:
         from ppo_kernels.train import add_config_flags
 
@@ -60,6 +60,13 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     commands.add_parser("bench", help="run the repository's benchmarks; takes their flags")
     commands.add_parser("info", help="which kernels are active, and why")
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
 
 
 def _demo(args: argparse.Namespace, rest: list[str]) -> int:

@@ -251,6 +251,7 @@ def run(args: argparse.Namespace, flags: dict[str, Any]) -> None:
             f"--prompts {args.prompts}: {len(prompts)} prompts, fewer than batch_size = "
             f"{config.batch_size}"
         )
+    torch.manual_seed(config.seed)  # a value head that is not in the files starts at random
     model, tokenizer = load_model(args.model)
     queries, lines = tokenize(tokenizer, prompts, args.prompts)
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)

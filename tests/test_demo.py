@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from ppo_kernels._errors import UserError
 from ppo_kernels.demo import data, evaluate, sentiment, supervised, worked_example
 from ppo_kernels.demo.settings import QUICK

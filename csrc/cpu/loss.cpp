@@ -1,98 +1,164 @@
 // ppo_loss on the CPU: tiles of tokens in, gradients and sums out.
-#include "cpu/loss.h"
-
+#include "cpu/load.h"
 #include "cpu/loss_math.h"
 
 namespace ppo {
 namespace PPO_ISA {
 namespace {
 
-inline float from_bf16(uint16_t x) {
-  uint32_t bits = uint32_t(x) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
+template <class Real, class Load>
+PPO_INLINE const Real* convert(Real* out, int64_t n, const Load& load) {
+  for (int64_t j = 0; j < n; ++j) out[j] = Real(load(j));
+  for (int64_t j = n; j < TILE; ++j) out[j] = 0;
+  return out;
 }
 
-inline float from_f16(uint16_t x) {
-  uint32_t sign = uint32_t(x & 0x8000) << 16, rest = x & 0x7fff;
-  // As an fp32 pattern the number is 2^-112 of itself; inf and NaN need the larger exponent.
-  uint32_t bits = rest << 13;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  y *= 0x1p112f;
-  std::memcpy(&bits, &y, 4);
-  bits = (rest >= 0x7c00 ? bits | 0x7f800000 : bits) | sign;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
+constexpr Dtype same_dtype(float) { return Dtype::f32; }
+constexpr Dtype same_dtype(double) { return Dtype::f64; }
 
-template <class T, class Load>
-void fill(T* out, const T* weight, int64_t n, Load load) {
-  for (int64_t j = 0; j < n; ++j) out[j] = weight[j] != 0 ? T(load(j)) : T(0);
-  for (int64_t j = n; j < kTile; ++j) out[j] = T(0);
-}
-
-// n numbers of a column from token `at`, 0 where the weight is 0 and past the end.
-template <class T>
-void load(T* out, const Column& column, int64_t at, int64_t n, const T* weight) {
-  if (!column.data) return fill(out, weight, 0, [](int64_t) { return T(0); });
+// n numbers of a column from token `at`: where they are, or converted and padded in `buffer`.
+template <class Real>
+const Real* read(const Column& column, int64_t at, int64_t n, Real* buffer) {
+  if (!column.data) return buffer;
+  const auto f32 = static_cast<const float*>(column.data) + at;
+  const auto f64 = static_cast<const double*>(column.data) + at;
+  const auto u16 = static_cast<const uint16_t*>(column.data) + at;
+  const auto u8 = static_cast<const uint8_t*>(column.data) + at;
+  if (column.boolean) return convert(buffer, n, [=](int64_t j) { return u8[j] != 0; });
+  if (column.dtype == same_dtype(Real()) && n == TILE)
+    return static_cast<const Real*>(column.data) + at;
   switch (column.dtype) {
-    case Dtype::f32: {
-      auto p = static_cast<const float*>(column.data) + at;
-      return fill(out, weight, n, [=](int64_t j) { return p[j]; });
-    }
-    case Dtype::f64: {
-      auto p = static_cast<const double*>(column.data) + at;
-      return fill(out, weight, n, [=](int64_t j) { return p[j]; });
-    }
-    case Dtype::bf16: {
-      auto p = static_cast<const uint16_t*>(column.data) + at;
-      return fill(out, weight, n, [=](int64_t j) { return from_bf16(p[j]); });
-    }
-    case Dtype::f16: {
-      auto p = static_cast<const uint16_t*>(column.data) + at;
-      return fill(out, weight, n, [=](int64_t j) { return from_f16(p[j]); });
-    }
-    case Dtype::boolean: {
-      auto p = static_cast<const uint8_t*>(column.data) + at;
-      return fill(out, weight, n, [=](int64_t j) { return p[j] ? 1.0f : 0.0f; });
-    }
+    case Dtype::f32: return convert(buffer, n, [=](int64_t j) { return f32[j]; });
+    case Dtype::f64: return convert(buffer, n, [=](int64_t j) { return f64[j]; });
+    case Dtype::bf16: return convert(buffer, n, [=](int64_t j) { return from_bf16(u16[j]); });
+    case Dtype::f16: return convert(buffer, n, [=](int64_t j) { return from_f16(u16[j]); });
   }
+  __builtin_unreachable();
 }
 
-// Weights of n tokens; returns whether any is not 0.
-template <class T>
-bool load_weights(T* out, const Column& mask, int64_t at, int64_t n) {
-  T ones[kTile];
-  for (T& x : ones) x = T(1);
-  if (mask.data) {
-    load(out, mask, at, n, ones);
-  } else {
-    for (int64_t j = 0; j < kTile; ++j) out[j] = j < n ? T(1) : T(0);
-  }
-  int any = 0;
-  for (int64_t j = 0; j < kTile; ++j) any |= out[j] != 0;
-  return any;
+template <class Real>
+bool any(const Real* weight) {
+  int seen = 0;
+  for (int64_t j = 0; j < TILE; ++j) seen |= weight[j] != 0;
+  return seen;
 }
 
-template <class T>
-void coefficients(T* out, const T* weight, const LossScale& s, int64_t at, int64_t n) {
+// The sequence that holds token `at`: the last one that starts at or before it.
+int64_t sequence_of(const int32_t* cu, int64_t sequences, int64_t at) {
+  int64_t low = 0, high = sequences;
+  while (low + 1 < high) {
+    const int64_t middle = (low + high) / 2;
+    (cu[middle] <= at ? low : high) = middle;
+  }
+  return low;
+}
+
+// c of n tokens from `at`.
+template <class Real>
+void coefficients(const LossScale& s, int64_t at, int64_t n, const Real* weight, Real* out) {
   if (!s.sequence_scale) {
-    for (int64_t j = 0; j < kTile; ++j) out[j] = T(weight[j] * s.scale);
+    for (int64_t j = 0; j < TILE; ++j) out[j] = weight[j] * Real(s.scale);
     return;
   }
-  int64_t sequence = s.cu ? std::upper_bound(s.cu, s.cu + s.sequences + 1, at) - s.cu - 1 : at / s.row;
-  for (int64_t j = 0; j < n;) {
-    int64_t end = s.cu ? s.cu[sequence + 1] : (sequence + 1) * s.row;
-    int64_t stop = std::min(n, end - at);
-    const double scale = s.sequence_scale[sequence++];
-    for (; j < stop; ++j) out[j] = T(weight[j] * scale);
+  int64_t sequence = s.cu ? sequence_of(s.cu, s.sequences, at) : at / s.row;
+  for (int64_t j = 0; j < n; ++sequence) {
+    const int64_t end = (s.cu ? s.cu[sequence + 1] : (sequence + 1) * s.row) - at;
+    const Real scale = Real(s.scale * s.sequence_scale[sequence]);
+    for (; j < n && j < end; ++j) out[j] = weight[j] * scale;
   }
-  for (int64_t j = n; j < kTile; ++j) out[j] = T(0);
+  for (int64_t j = n; j < TILE; ++j) out[j] = 0;
+}
+
+// Where a tile's gradient is written: straight to the output, or to `buffer` if there is none or
+// not a whole tile of it.
+template <class Real>
+Real* target(void* out, int64_t at, int64_t n, Real* buffer) {
+  return out && n == TILE ? static_cast<Real*>(out) + at : buffer;
+}
+
+template <class Real>
+void finish(void* out, int64_t at, int64_t n, const Real* buffer) {
+  if (out && n < TILE) memcpy(static_cast<Real*>(out) + at, buffer, n * sizeof(Real));
+}
+
+template <class Real>
+void zeros(void* out, int64_t at, int64_t n) {
+  if (out) memset(static_cast<Real*>(out) + at, 0, n * sizeof(Real));
+}
+
+template <class Real>
+void block(const LossOptions& o, const LossInputs& in, const LossScale& scale,
+           const LossGrads& grads, int64_t begin, int64_t end, LossSums& sums) {
+  const LossHas has{in.values.data != nullptr, in.entropy.data != nullptr, in.ref.data != nullptr,
+                    in.rollout.data != nullptr};
+  // Pages of these that no conversion needs are never touched.
+  alignas(64) Real weight[TILE], coef[TILE], buffers[9][TILE], d[3][TILE];
+  for (Real& x : buffers[0]) x = 0;
+  for (int64_t at = begin; at < end; at += TILE) {
+    const int64_t n = end - at < TILE ? end - at : TILE;
+    Tile<Real> t;
+    if (in.mask.data) {
+      t.weight = read(in.mask, at, n, weight);
+    } else {
+      t.weight = convert(weight, n, [](int64_t) { return 1; });
+    }
+    if (!any(t.weight)) {
+      zeros<Real>(grads.logp, at, n);
+      zeros<Real>(grads.values, at, n);
+      zeros<Real>(grads.entropy, at, n);
+      continue;
+    }
+    coefficients(scale, at, n, t.weight, coef);
+    t.coef = coef;
+    t.logp = read(in.logp, at, n, buffers[0]);
+    t.entropy = read(in.entropy, at, n, buffers[1]);
+    t.old = read(in.old, at, n, buffers[2]);
+    t.adv = read(in.adv, at, n, buffers[3]);
+    t.values = read(in.values, at, n, buffers[4]);
+    t.old_values = read(in.old_values.data ? in.old_values : in.values, at, n, buffers[5]);
+    t.returns = read(in.returns, at, n, buffers[6]);
+    t.ref = read(in.ref, at, n, buffers[7]);
+    t.rollout = read(in.rollout, at, n, buffers[8]);
+    t.d_logp = target(grads.logp, at, n, d[0]);
+    t.d_values = target(grads.values, at, n, d[1]);
+    t.d_entropy = target(grads.entropy, at, n, d[2]);
+    loss_tile(o, has, t, sums);
+    finish(grads.logp, at, n, d[0]);
+    finish(grads.values, at, n, d[1]);
+    finish(grads.entropy, at, n, d[2]);
+  }
 }
 
 template <class T>
-void store(void* out, const T* x, int64_t at, int64_t n) {
-  if (out) std::memcpy(static_cast<T*>(out) + at, x, n * sizeof(T));
+double total(const T* x, int64_t n) {
+  constexpr int lanes = 16;
+  double sums[lanes] = {}, sum = 0;
+  int64_t j = 0;
+  for (; j + lanes <= n; j += lanes)
+    for (int i = 0; i < lanes; ++i) sums[i] += double(x[j + i]);
+  for (; j < n; ++j) sum += double(x[j]);
+  for (double s : sums) sum += s;
+  return sum;
 }
+
+}  // namespace
+
+void loss_block(Dtype type, const LossOptions& o, const LossInputs& in, const LossScale& scale,
+                const LossGrads& grads, int64_t begin, int64_t end, LossSums& sums) {
+  if (type == Dtype::f64) {
+    block<double>(o, in, scale, grads, begin, end, sums);
+  } else {
+    block<float>(o, in, scale, grads, begin, end, sums);
+  }
+}
+
+double weight_sum(const Column& mask, int64_t begin, int64_t end) {
+  const int64_t n = end - begin;
+  if (!mask.data) return double(n);
+  if (mask.boolean) return total(static_cast<const uint8_t*>(mask.data) + begin, n);
+  if (mask.dtype == Dtype::f64) return total(static_cast<const double*>(mask.data) + begin, n);
+  return total(static_cast<const float*>(mask.data) + begin, n);
+}
+
+}  // namespace PPO_ISA
+}  // namespace ppo

@@ -1,23 +1,25 @@
-// The PPO loss on the CPU: what the kernels in loss.cpp read and write.
+// The PPO loss on the CPU: the arguments that csrc/loss.cpp hands to the kernels. Torch-free.
 #pragma once
-#include <cstdint>
+#include <stdint.h>
+
+#include "cpu/logprobs.h"
 
 namespace ppo {
 
-enum class Dtype { f32, f64, bf16, f16, boolean };
 enum class Policy { clip, kl, a2c };
 enum class Kl { k1, k2, k3, abs, k1_plus, k3_plus };
 
-// One number per token; absent if data is null.
+// One number per token; absent if data is null. `boolean` columns hold bytes.
 struct Column {
   const void* data = nullptr;
   Dtype dtype = Dtype::f32;
+  bool boolean = false;
 };
 
 struct LossOptions {
   Policy policy;
   Kl kl;
-  // Ratios below `low` (for A < 0), above `high` (for A > 0) and above `dual` (for A < 0) stop.
+  // Ratios below `low` (A < 0), above `high` (A > 0) and above `dual` (A < 0) stop there.
   double low, high, dual, kl_old_coef, is_cap;
   double value_range, vf_coef, ent_coef, kl_coef;
   // Advantages enter as (A - mean) * rstd.
@@ -26,11 +28,11 @@ struct LossOptions {
 };
 
 struct LossInputs {
-  Column mask, logp, old, adv, values, old_values, returns, entropy, ref, rollout;
+  Column logp, entropy, old, adv, mask, values, old_values, returns, ref, rollout;
 };
 
-// c of `agg(x) = sum c x` is weight * scale, times sequence_scale of the token's sequence if there
-// are any: `row` tokens each, or bounded by cu[0..sequences].
+// The c of `agg(x) = sum c x` is weight * scale, and times sequence_scale of the token's sequence
+// if that is given. Sequences have `row` tokens each, or lie between cu[s] and cu[s + 1].
 struct LossScale {
   double scale;
   const double* sequence_scale;
@@ -39,19 +41,19 @@ struct LossScale {
   int64_t sequences;
 };
 
-// Sums over tokens: the first four with c, the others with the weight.
+// Sums over tokens: the first four with c, the others with the weight alone.
 struct LossSums {
   double policy, value, entropy, kl_ref;
   double approx_kl, policy_kl, clip_high, clip_low, clip_value, ratio;
   double ratio_max;
 };
 
-// Gradients of the loss per token; null where nobody needs it.
+// Where d(loss)/d(input) of each token goes; null where nobody needs it.
 struct LossGrads {
   void *logp, *values, *entropy;
 };
 
-// A block's sums never depend on the number of threads.
-constexpr int64_t kLossBlock = 4096;
+// Tokens per LossSums, whatever the number of threads.
+constexpr int64_t LOSS_BLOCK = 4096;
 
 }  // namespace ppo

@@ -1,203 +1,221 @@
-// The mathematics of the PPO loss: one function, `loss_tile`, for ppo_loss and for
-// ppo_loss_from_logits. Included by the files in csrc/cpu only, once per instruction set.
+// The mathematics of the PPO loss, once: `loss_tile` serves ppo_loss and ppo_loss_from_logits.
 //
-// Loops have a constant trip count and no branch: the compiler vectorises them. A tile of tokens is
-// cleaned first (masked slots become 0, whatever they held), so what follows may multiply by
-// weights.
+// Weights multiply only what was selected by them, so that a masked slot may hold anything.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
 #include "cpu/loss.h"
+#include "cpu/simd.h"
 
 namespace ppo {
 namespace PPO_ISA {
 namespace {
 
-// e^x for |x| <= 20 or NaN: 2^n p(r), r = x - n ln 2.
-inline float exp20(float x) {
-  const float magic = 12582912.0f;  // adding it rounds to an integer, kept in the low bits
-  float t = x * 1.44269504f + magic;
-  float n = t - magic;
-  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = (p * r) * r + r + 1.0f;
-  int32_t bits;
-  std::memcpy(&bits, &t, 4);
-  bits = (bits + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return p * scale;
-}
-inline double exp20(double x) { return std::exp(x); }
+constexpr int64_t TILE = 512;
+// exp() arguments are clamped to this, as in reference.py.
+constexpr int LOG_RATIO_CLAMP = 20;
 
-// e^x - 1 - x given e = e^x, without cancellation near 0.
-inline float expm1_minus_x(float x, float e) {
-  float p = 1.0f / 362880;
-  p = p * x + 1.0f / 40320;
-  p = p * x + 1.0f / 5040;
-  p = p * x + 1.0f / 720;
-  p = p * x + 1.0f / 120;
-  p = p * x + 1.0f / 24;
-  p = p * x + 1.0f / 6;
-  p = p * x + 0.5f;
-  bool near = (x < 0.5f) & (x > -0.5f);
-  return near ? x * x * p : (e - 1.0f) - x;
-}
-inline double expm1_minus_x(double x, double) { return std::expm1(x) - x; }
+template <class Real>
+using Vec = typename Compute<Real>::Vec;
 
-template <class T>
-inline T clamp20(T x) {
-  T low = x < T(-20) ? T(-20) : x;
-  return low > T(20) ? T(20) : low;
-}
-
-template <class T>
+// TILE tokens: where their inputs are and their gradients go. Slots past the end of the data have
+// weight 0. What ppo_loss was not given points to anything, and its term is left out.
+template <class Real>
 struct Tile {
-  T weight[kTile], coef[kTile];
-  T logp[kTile], old[kTile], adv[kTile], values[kTile], old_values[kTile], returns[kTile];
-  T entropy[kTile], ref[kTile], is_weight[kTile];
-  // Out: gradients, c included.
-  T d_logp[kTile], d_values[kTile], d_entropy[kTile];
+  const Real *weight, *coef;
+  const Real *logp, *entropy, *old, *adv, *values, *old_values, *returns, *ref, *rollout;
+  Real *d_logp, *d_values, *d_entropy;
 };
 
-// sum a b in a fixed order.
-template <class T>
-double dot(const T* a, const T* b) {
-  T lanes[kLanes] = {};
-  for (int64_t j = 0; j < kTile; j += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += a[j + l] * b[j + l];
-  double sum = 0;
-  for (int l = 0; l < kLanes; ++l) sum += lanes[l];
-  return sum;
+// Which terms and factors there are beside the policy term.
+struct LossHas {
+  bool values, entropy, ref, rollout;
+};
+
+// Calls body(j, weight, coef, valid) for every vector of a tile.
+template <class Real, class Body>
+PPO_INLINE void for_vectors(const Tile<Real>& t, const Body& body) {
+  typedef Vec<Real> V;
+  for (int64_t j = 0; j < TILE; j += LANES<V>) {
+    const V weight = load(t.weight + j);
+    body(j, weight, load(t.coef + j), weight != V{});
+  }
 }
 
-// Per token: loss and d(loss)/d(logp) of the policy term, and what the statistics need.
-template <class T>
-struct PolicyTile {
-  T loss[kTile], ratio[kTile], approx_kl[kTile], policy_kl[kTile], above[kTile], below[kTile];
-};
+template <class V>
+PPO_INLINE V clamp(V x) {
+  const V low = x < V{} - LOG_RATIO_CLAMP ? V{} - LOG_RATIO_CLAMP : x;
+  return low > V{} + LOG_RATIO_CLAMP ? V{} + LOG_RATIO_CLAMP : low;
+}
 
-template <Policy kind, class T>
-void policy_tile(const LossOptions& o, Tile<T>& t, PolicyTile<T>& p) {
-  const T low = T(o.low), high = T(o.high), dual = T(o.dual), coef = T(o.kl_old_coef);
-  for (int64_t j = 0; j < kTile; ++j) {
-    T a = t.adv[j], w = t.is_weight[j];
-    T log_ratio = t.logp[j] - t.old[j];
-    bool outside = (log_ratio > T(20)) | (log_ratio < T(-20));
-    T d = clamp20(log_ratio);
-    T r = exp20(d);
-    T kl = expm1_minus_x(d, r);
-    p.ratio[j] = r;
-    p.approx_kl[j] = kl;
-    p.policy_kl[j] = -log_ratio;
-    if constexpr (kind == Policy::clip) {
-      bool above = (a > 0) & (r > high), below = (a < 0) & (r < low), past = (a < 0) & (r > dual);
-      T bounded = above ? high : below ? low : past ? dual : r;
-      p.loss[j] = -a * bounded * w;
-      t.d_logp[j] = (above | below | past | outside) ? T(0) : -a * r * w;
-      p.above[j] = above ? T(1) : T(0);
-      p.below[j] = below ? T(1) : T(0);
-    } else if constexpr (kind == Policy::kl) {
-      p.loss[j] = (-a * r + coef * kl) * w;
-      t.d_logp[j] = outside ? T(0) : (-a * r + coef * (d + kl)) * w;
+// Whether clamp(x) is constant around x.
+template <class V>
+PPO_INLINE auto outside(V x) {
+  return (x < V{} - LOG_RATIO_CLAMP) | (x > V{} + LOG_RATIO_CLAMP);
+}
+
+// e^x and e^x - 1 - x for clamped x. With x = n ln2 + r, e^r = 1 + r + r^2 p(r): for n = 0, where
+// the difference would cancel, the second is r^2 p(r) itself. The coefficients are those of exp().
+PPO_INLINE void exp_and_rest(F32 x, F32& exp_x, F32& rest) {
+  const F32 shift = F32{} + (12582912.0f + 127.0f);
+  const F32 t = fma(x, F32{} + 1.44269504f, shift), n = t - shift;
+  F32 r = fma(n, F32{} - 0.693359375f, x);
+  r = fma(n, F32{} + 2.12194440e-4f, r);
+  F32 p = fma(r, F32{} + 1.38146131e-3f, F32{} + 8.36870983e-3f);
+  p = fma(p, r, F32{} + 4.16683874e-2f);
+  p = fma(p, r, F32{} + 1.66665207e-1f);
+  p = fma(p, r, F32{} + 4.99999935e-1f);
+  const F32 square = p * (r * r);
+  exp_x = (square + r + 1.0f) * (F32)((I32)t << 23);
+  rest = n == 0.0f ? square : (exp_x - 1.0f) - x;
+}
+PPO_INLINE void exp_and_rest(F64 x, F64& exp_x, F64& rest) {
+  for (int i = 0; i < LANES<F64>; ++i) {
+    exp_x[i] = ::exp(x[i]);
+    rest[i] = ::expm1(x[i]) - x[i];
+  }
+}
+
+// NaN wins.
+template <class V>
+PPO_INLINE V larger(V a, V b) {
+  return (b > a) | (b != b) ? b : a;
+}
+
+// (A - mean) rstd in fp64: the mean may be much larger than the deviations.
+PPO_INLINE F32 whitened(F32 a, const LossOptions& o) {
+  for (int i = 0; i < LANES<F32>; ++i) a[i] = float((double(a[i]) - o.mean) * o.rstd);
+  return a;
+}
+PPO_INLINE F64 whitened(F64 a, const LossOptions& o) { return (a - o.mean) * o.rstd; }
+
+template <Policy kind, class Real>
+void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSums& sums) {
+  typedef Vec<Real> V;
+  const V low = V{} + Real(o.low), high = V{} + Real(o.high), dual = V{} + Real(o.dual);
+  const V kl_coef = V{} + Real(o.kl_old_coef), cap = V{} + Real(o.is_cap), zero = {};
+  V policy = {}, approx_kl = {}, policy_kl = {}, clip_high = {}, clip_low = {}, sum_ratio = {};
+  V ratio_max = {};
+  for_vectors(t, [&](int64_t j, V weight, V c, auto valid) __attribute__((always_inline)) {
+    const V logp = valid ? load(t.logp + j) : zero, old = valid ? load(t.old + j) : zero;
+    V a = load(t.adv + j);
+    if (o.whiten) a = whitened(a, o);
+    a = valid ? a : zero;
+    const V log_ratio = logp - old, d = clamp(log_ratio);
+    V r, kl, loss, grad;
+    exp_and_rest(d, r, kl);
+    if (kind == Policy::clip) {
+      const auto above = (a > zero) & (r > high), below = (a < zero) & (r < low);
+      const auto past = (a < zero) & (r > dual);
+      loss = -a * (above ? high : (below ? low : (past ? dual : r)));
+      grad = above | below | past | outside(log_ratio) ? zero : -a * r;
+      clip_high += above ? weight : zero;
+      clip_low += below ? weight : zero;
+    } else if (kind == Policy::kl) {
+      loss = kl_coef * kl - a * r;
+      grad = outside(log_ratio) ? zero : kl_coef * (d + kl) - a * r;
     } else {
-      p.loss[j] = -a * t.logp[j] * w;
-      t.d_logp[j] = -a * w;
+      loss = -a * logp;
+      grad = -a;
     }
-    if constexpr (kind != Policy::clip) p.above[j] = p.below[j] = T(0);
-  }
-}
-
-// The KL to the reference: its value in `loss`, its gradient times kl_coef added to d_logp.
-template <Kl kind, class T>
-void kl_tile(const LossOptions& o, Tile<T>& t, T* loss) {
-  const T coef = T(o.kl_coef);
-  for (int64_t j = 0; j < kTile; ++j) {
-    T d = t.logp[j] - t.ref[j], grad = d;
-    if constexpr (kind == Kl::k1 || kind == Kl::k1_plus) loss[j] = d;
-    if constexpr (kind == Kl::k2) loss[j] = T(0.5) * d * d;
-    if constexpr (kind == Kl::abs) loss[j] = d < 0 ? -d : d;
-    if constexpr (kind == Kl::k3 || kind == Kl::k3_plus) {
-      T x = -clamp20(d);
-      T value = expm1_minus_x(x, exp20(x));
-      loss[j] = value;
-      if constexpr (kind == Kl::k3) grad = ((d > T(20)) | (d < T(-20))) ? T(0) : -(x + value);
+    V scale = c;
+    if (has.rollout) {
+      V w, unused;
+      exp_and_rest(clamp(old - (valid ? load(t.rollout + j) : zero)), w, unused);
+      scale *= w > cap ? cap : w;
     }
-    if constexpr (kind == Kl::k1) grad = T(1);
-    if constexpr (kind == Kl::abs) grad = d > 0 ? T(1) : d < 0 ? T(-1) : d;
-    t.d_logp[j] += coef * grad;
-  }
+    store(t.d_logp + j, scale * grad);
+    policy += scale * loss;
+    approx_kl += weight * kl;
+    policy_kl -= weight * log_ratio;
+    sum_ratio += weight * r;
+    ratio_max = larger(ratio_max, valid ? r : zero);
+  });
+  sums.policy += sum_lanes(policy);
+  sums.approx_kl += sum_lanes(approx_kl);
+  sums.policy_kl += sum_lanes(policy_kl);
+  sums.clip_high += sum_lanes(clip_high);
+  sums.clip_low += sum_lanes(clip_low);
+  sums.ratio += sum_lanes(sum_ratio);
+  for (int i = 0; i < LANES<V>; ++i)
+    sums.ratio_max = larger<double>(sums.ratio_max, ratio_max[i]);
 }
 
-template <class T>
-void value_tile(const LossOptions& o, Tile<T>& t, T* loss, T* clipped) {
-  const T range = T(o.value_range), coef = T(o.vf_coef);
-  for (int64_t j = 0; j < kTile; ++j) {
-    T v = t.values[j], ret = t.returns[j];
-    T low = t.old_values[j] - range, high = t.old_values[j] + range;
-    T inside = v < low ? low : v > high ? high : v;
-    T plain = (v - ret) * (v - ret), other = (inside - ret) * (inside - ret);
-    bool stop = other > plain;
-    loss[j] = T(0.5) * (stop ? other : plain);
-    clipped[j] = stop ? T(1) : T(0);
-    t.d_values[j] = stop ? T(0) : coef * t.coef[j] * (v - ret);
-  }
+// Adds its share to d_logp.
+template <Kl kind, class Real>
+void kl_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
+  typedef Vec<Real> V;
+  const V coef = V{} + Real(o.kl_coef), one = V{} + 1, zero = {};
+  V sum = {};
+  for_vectors(t, [&](int64_t j, V, V c, auto valid) __attribute__((always_inline)) {
+    const V d = valid ? load(t.logp + j) - load(t.ref + j) : zero;
+    V value = d, grad = d;
+    if (kind == Kl::k1) grad = one;
+    if (kind == Kl::k2) value = d * d * Real(0.5);
+    if (kind == Kl::abs) {
+      value = d < zero ? -d : d;
+      grad = d > zero ? one : (d < zero ? -one : d);
+    }
+    if (kind == Kl::k3 || kind == Kl::k3_plus) {
+      const V x = -clamp(d);
+      V unused;
+      exp_and_rest(x, unused, value);
+      if (kind == Kl::k3) grad = outside(d) ? zero : -(x + value);
+    }
+    store(t.d_logp + j, fma(c * coef, grad, load(t.d_logp + j)));
+    sum += c * value;
+  });
+  sums.kl_ref += sum_lanes(sum);
 }
 
-// Adds the tile's sums to `sums` and leaves its gradients in the tile. Absent inputs are marked by
-// `has`; slots past the end of the data have weight 0.
-struct HasTerms {
-  bool values, entropy, ref;
-};
+template <class Real>
+void value_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
+  typedef Vec<Real> V;
+  const V range = V{} + Real(o.value_range), coef = V{} + Real(o.vf_coef), zero = {};
+  V sum = {}, clip = {};
+  for_vectors(t, [&](int64_t j, V weight, V c, auto valid) __attribute__((always_inline)) {
+    const V v = valid ? load(t.values + j) : zero, ret = valid ? load(t.returns + j) : zero;
+    const V old = valid ? load(t.old_values + j) : zero, low = old - range, high = old + range;
+    const V inside = v < low ? low : (v > high ? high : v);
+    const V error = v - ret, other = inside - ret;
+    const auto stop = other * other > error * error;
+    sum += c * Real(0.5) * (stop ? other * other : error * error);
+    clip += stop ? weight : zero;
+    store(t.d_values + j, stop ? zero : coef * c * error);
+  });
+  sums.value += sum_lanes(sum);
+  sums.clip_value += sum_lanes(clip);
+}
 
-template <class T>
-void loss_tile(const LossOptions& o, HasTerms has, Tile<T>& t, LossSums& sums) {
-  PolicyTile<T> p;
+template <class Real>
+void entropy_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
+  typedef Vec<Real> V;
+  V sum = {};
+  for_vectors(t, [&](int64_t j, V, V c, auto valid) __attribute__((always_inline)) {
+    sum += c * (valid ? load(t.entropy + j) : V{});
+    store(t.d_entropy + j, c * Real(-o.ent_coef));
+  });
+  sums.entropy += sum_lanes(sum);
+}
+
+// Writes the tile's gradients, coefficients included, and adds its sums to `sums`.
+template <class Real>
+void loss_tile(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSums& sums) {
   switch (o.policy) {
-    case Policy::clip: policy_tile<Policy::clip>(o, t, p); break;
-    case Policy::kl: policy_tile<Policy::kl>(o, t, p); break;
-    case Policy::a2c: policy_tile<Policy::a2c>(o, t, p); break;
+    case Policy::clip: policy_terms<Policy::clip>(o, has, t, sums); break;
+    case Policy::kl: policy_terms<Policy::kl>(o, has, t, sums); break;
+    case Policy::a2c: policy_terms<Policy::a2c>(o, has, t, sums); break;
   }
-  sums.policy += dot(t.coef, p.loss);
-  sums.approx_kl += dot(t.weight, p.approx_kl);
-  sums.policy_kl += dot(t.weight, p.policy_kl);
-  sums.clip_high += dot(t.weight, p.above);
-  sums.clip_low += dot(t.weight, p.below);
-  sums.ratio += dot(t.weight, p.ratio);
-  for (int64_t j = 0; j < kTile; ++j) {
-    double r = t.weight[j] != 0 ? p.ratio[j] : T(0);
-    sums.ratio_max = (r > sums.ratio_max) | (r != r) ? r : sums.ratio_max;
-  }
-  T loss[kTile], clipped[kTile];
   if (has.ref) {
     switch (o.kl) {
-      case Kl::k1: kl_tile<Kl::k1>(o, t, loss); break;
-      case Kl::k2: kl_tile<Kl::k2>(o, t, loss); break;
-      case Kl::k3: kl_tile<Kl::k3>(o, t, loss); break;
-      case Kl::abs: kl_tile<Kl::abs>(o, t, loss); break;
-      case Kl::k1_plus: kl_tile<Kl::k1_plus>(o, t, loss); break;
-      case Kl::k3_plus: kl_tile<Kl::k3_plus>(o, t, loss); break;
+      case Kl::k1: kl_terms<Kl::k1>(o, t, sums); break;
+      case Kl::k2: kl_terms<Kl::k2>(o, t, sums); break;
+      case Kl::k3: kl_terms<Kl::k3>(o, t, sums); break;
+      case Kl::abs: kl_terms<Kl::abs>(o, t, sums); break;
+      case Kl::k1_plus: kl_terms<Kl::k1_plus>(o, t, sums); break;
+      case Kl::k3_plus: kl_terms<Kl::k3_plus>(o, t, sums); break;
     }
-    sums.kl_ref += dot(t.coef, loss);
   }
-  for (int64_t j = 0; j < kTile; ++j) t.d_logp[j] *= t.coef[j];
-  if (has.values) {
-    value_tile(o, t, loss, clipped);
-    sums.value += dot(t.coef, loss);
-    sums.clip_value += dot(t.weight, clipped);
-  }
-  if (has.entropy) {
-    const T coef = T(-o.ent_coef);
-    sums.entropy += dot(t.coef, t.entropy);
-    for (int64_t j = 0; j < kTile; ++j) t.d_entropy[j] = coef * t.coef[j];
-  }
+  if (has.values) value_terms(o, t, sums);
+  if (has.entropy) entropy_terms(o, t, sums);
 }
 
 }  // namespace

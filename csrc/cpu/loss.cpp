@@ -1,39 +1,54 @@
 // ppo_loss on the CPU: tiles of tokens in, gradients and sums out.
-#include "cpu/load.h"
 #include "cpu/loss_math.h"
 
 namespace ppo {
 namespace PPO_ISA {
 namespace {
 
-template <class Real, class Load>
-PPO_INLINE const Real* convert(Real* out, int64_t n, const Load& load) {
-  for (int64_t j = 0; j < n; ++j) out[j] = Real(load(j));
-  for (int64_t j = n; j < TILE; ++j) out[j] = 0;
-  return out;
+// n numbers from p, converted and padded with 0 to a tile.
+template <class T>
+void convert(const T* p, int64_t n, float* out) {
+  int64_t j = 0;
+  for (; j + LANES<F32> <= n; j += LANES<F32>) store(out + j, load(p + j));
+  if (j < n) store(out + j, load_some(p + j, int(n - j)));
+  for (j = n; j < TILE; ++j) out[j] = 0;
 }
 
-constexpr Dtype same_dtype(float) { return Dtype::f32; }
-constexpr Dtype same_dtype(double) { return Dtype::f64; }
+template <class From, class To>
+void cast(const From* p, int64_t n, To* out) {
+  for (int64_t j = 0; j < n; ++j) out[j] = To(p[j]);
+  for (int64_t j = n; j < TILE; ++j) out[j] = 0;
+}
 
-// n numbers of a column from token `at`: where they are, or converted and padded in `buffer`.
-template <class Real>
-const Real* read(const Column& column, int64_t at, int64_t n, Real* buffer) {
+// n numbers of a column from token `at`: where they are if that will do, or converted into buffer.
+const float* read(const Column& column, int64_t at, int64_t n, float* buffer) {
   if (!column.data) return buffer;
   const auto f32 = static_cast<const float*>(column.data) + at;
-  const auto f64 = static_cast<const double*>(column.data) + at;
-  const auto u16 = static_cast<const uint16_t*>(column.data) + at;
-  const auto u8 = static_cast<const uint8_t*>(column.data) + at;
-  if (column.boolean) return convert(buffer, n, [=](int64_t j) { return u8[j] != 0; });
-  if (column.dtype == same_dtype(Real()) && n == TILE)
-    return static_cast<const Real*>(column.data) + at;
-  switch (column.dtype) {
-    case Dtype::f32: return convert(buffer, n, [=](int64_t j) { return f32[j]; });
-    case Dtype::f64: return convert(buffer, n, [=](int64_t j) { return f64[j]; });
-    case Dtype::bf16: return convert(buffer, n, [=](int64_t j) { return from_bf16(u16[j]); });
-    case Dtype::f16: return convert(buffer, n, [=](int64_t j) { return from_f16(u16[j]); });
+  if (column.boolean) {
+    cast(static_cast<const bool*>(column.data) + at, n, buffer);
+  } else if (column.dtype == Dtype::f64) {
+    cast(static_cast<const double*>(column.data) + at, n, buffer);
+  } else if (column.dtype == Dtype::bf16) {
+    convert(static_cast<const BF16*>(column.data) + at, n, buffer);
+  } else if (column.dtype == Dtype::f16) {
+    convert(static_cast<const FP16*>(column.data) + at, n, buffer);
+  } else if (n < TILE) {
+    cast(f32, n, buffer);
+  } else {
+    return f32;
   }
-  __builtin_unreachable();
+  return buffer;
+}
+
+const double* read(const Column& column, int64_t at, int64_t n, double* buffer) {
+  if (!column.data) return buffer;
+  if (column.dtype == Dtype::f64) {
+    cast(static_cast<const double*>(column.data) + at, n, buffer);
+  } else {
+    float narrow[TILE];
+    cast(read(column, at, n, narrow), n, buffer);
+  }
+  return buffer;
 }
 
 template <class Real>
@@ -93,14 +108,14 @@ void block(const LossOptions& o, const LossInputs& in, const LossScale& scale,
                     in.rollout.data != nullptr};
   // Pages of these that no conversion needs are never touched.
   alignas(64) Real weight[TILE], coef[TILE], buffers[9][TILE], d[3][TILE];
-  for (Real& x : buffers[0]) x = 0;
   for (int64_t at = begin; at < end; at += TILE) {
     const int64_t n = end - at < TILE ? end - at : TILE;
     Tile<Real> t;
     if (in.mask.data) {
       t.weight = read(in.mask, at, n, weight);
     } else {
-      t.weight = convert(weight, n, [](int64_t) { return 1; });
+      for (int64_t j = 0; j < TILE; ++j) weight[j] = j < n;
+      t.weight = weight;
     }
     if (!any(t.weight)) {
       zeros<Real>(grads.logp, at, n);

@@ -5,9 +5,12 @@ from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks
+from ppo_kernels.ops._library import define
 from ppo_kernels.reference import Advantages
 
 __all__ = ["Advantages", "gae"]
+
+KINDS = ("k1", "k2", "k3", "abs")  # as numbered in csrc/gae.h
 
 
 def gae(
@@ -34,58 +37,114 @@ def gae(
     where t+1 is the next *valid* token: a masked token is no transition, the recurrence crosses
     it undecayed, and its outputs are exactly 0 (Schulman et al. 2016; mask semantics of verl).
 
-    Layouts: padded, values [B, T]; or packed, values [N] with cu_seqlens int32 [S+1].
+    Layouts: padded, values [B, T]; or packed, values [N] with cu_seqlens int32 or int64 [S+1],
+    sequence s at [cu_seqlens[s], cu_seqlens[s+1]).
+
     rewards: like values, or None for zeros. scores [B]: added on the last action of each row;
     a row without an action drops it. bootstrap [B]: V after the last action of a response that
-    was cut off, 0 elsewhere. logprobs and ref_logprobs (like values): adds
-    `-kl_coef * kl_penalty(logprobs, ref_logprobs)` to the rewards in the same pass.
-    terminated, truncated (bool, like values): an episode ends after t inside the row; truncated
-    needs bootstrap of the shape of values. lam_returns: another lambda for the returns (VAPO).
+    was cut off, 0 elsewhere. mask: like values, bool or 0/1; None: every token counts.
+    logprobs, ref_logprobs (like values): add `-kl_coef * kl_penalty(logprobs, ref_logprobs)`
+    (k1, k2, k3 or abs) to the rewards in the same pass.
+    terminated, truncated (like values): the episode ends after t, inside the row. A terminated
+    token gets nothing from its right; a truncated one gets `gamma * bootstrap[t]`, so truncated
+    needs bootstrap of the shape of values, which then replaces the one per row.
+    lam_returns: another lambda for the returns (VAPO), 1 for Monte-Carlo returns.
 
-    Inputs fp32, bf16, fp16 or fp64; outputs fp32 (fp64 for fp64 values), detached: they are
-    targets. stats: fp64 [3] = (n, sum A, sum A^2) over the valid tokens, for masked_whiten.
+    Inputs fp32, bf16, fp16 or fp64, mixed at will; outputs contiguous fp32 (fp64 for fp64
+    values), detached: they are targets. stats: fp64 [3] = (n, sum A, sum A^2) over the valid
+    tokens, for masked_whiten and ppo_loss(whiten=...).
+
+    The same inputs give the same bits, and a sequence the same bits packed, right-padded, and in
+    any company. Nothing is read back from a GPU: cu_seqlens that lives there is not checked, and
+    offsets out of [0, N] are clamped.
+
+    Raises ValueError or TypeError for shapes, dtypes, devices that differ from those of values,
+    gamma or lam outside [0, 1], and cu_seqlens on the CPU that do not ascend from 0 to N.
     """
     _check(values, rewards, mask, logprobs, ref_logprobs, terminated, truncated, cu_seqlens)
     gamma = _checks.number("gamma", gamma, 0, 1)
     lam = _checks.number("lam", lam, 0, 1)
-    if lam_returns is not None:
-        lam_returns = _checks.number("lam_returns", lam_returns, 0, 1)
-    _checks.choice("kl_penalty", kl_penalty, ("k1", "k2", "k3", "abs"))
+    lam_returns = lam if lam_returns is None else _checks.number("lam_returns", lam_returns, 0, 1)
+    kl_coef = _checks.number("kl_coef", kl_coef)
+    _checks.choice("kl_penalty", kl_penalty, KINDS)
     rows = values.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     _check_rows(values, rows, scores, bootstrap, truncated)
+    mask, terminated, truncated = (
+        None if x is None else _checks.as_bool_mask(x) for x in (mask, terminated, truncated)
+    )
     with torch.no_grad():
-        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-        mask = _checks.as_bool_mask(mask)
-        if logprobs is not None:
-            kl = reference.kl_penalty(logprobs, ref_logprobs, kl_penalty)
-            shaped = -kl_coef * kl
-            rewards = shaped if rewards is None else rewards + shaped
-        if cu_seqlens is None:
-            return reference.gae(
-                rewards,
-                values,
-                mask,
-                gamma,
-                lam,
-                lam_returns,
-                scores,
-                bootstrap,
-                terminated,
-                truncated,
-            )
-        width = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if rows else 0
-        padded = [
-            reference.pad_packed(x, cu_seqlens, width)
-            for x in (rewards, values, mask, terminated, truncated)
-        ]
-        boot = bootstrap
-        if bootstrap is not None and truncated is not None:
-            boot = reference.pad_packed(bootstrap, cu_seqlens, width)
-        r, v, m, term, trunc = padded
-        out = reference.gae(r, v, m, gamma, lam, lam_returns, scores, boot, term, trunc)
-        at = torch.arange(width, device=values.device)
-        inside = at < (cu_seqlens[1:] - cu_seqlens[:-1]).unsqueeze(-1)
-        return Advantages(out.advantages[inside], out.returns[inside], out.stats)
+        out = torch.ops.ppo_kernels.gae(
+            rewards,
+            values,
+            mask,
+            scores,
+            bootstrap,
+            logprobs,
+            ref_logprobs,
+            terminated,
+            truncated,
+            cu_seqlens,
+            gamma,
+            lam,
+            lam_returns,
+            kl_coef,
+            KINDS.index(kl_penalty),
+        )
+    return Advantages(*out)
+
+
+def _reference(
+    rewards: Tensor | None,
+    values: Tensor,
+    mask: Tensor | None,
+    scores: Tensor | None,
+    bootstrap: Tensor | None,
+    logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    terminated: Tensor | None,
+    truncated: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    lam_returns: float,
+    kl_coef: float,
+    kl_kind: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op by reference.gae; packed rows are padded first, which asks for the longest one."""
+    if logprobs is not None:
+        shaped = -kl_coef * reference.kl_penalty(logprobs, ref_logprobs, KINDS[kl_kind])
+        rewards = shaped if rewards is None else rewards + shaped
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    tokens, inside = (rewards, values, mask, terminated, truncated), None
+    if cu_seqlens is not None:
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        width = int(lengths.max()) if lengths.numel() else 0
+        inside = torch.arange(width, device=values.device) < lengths.unsqueeze(-1)
+        tokens = [reference.pad_packed(x, cu_seqlens, width) for x in tokens]
+        if truncated is not None:
+            bootstrap = reference.pad_packed(bootstrap, cu_seqlens, width)
+    rewards, values, mask, terminated, truncated = tokens
+    lams = (gamma, lam, lam_returns)
+    out = reference.gae(rewards, values, mask, *lams, scores, bootstrap, terminated, truncated)
+    if inside is None:
+        return tuple(out)
+    return out.advantages[inside], out.returns[inside], out.stats
+
+
+def _fake(rewards: Tensor | None, values: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    out = values.new_empty(values.shape, dtype=dtype)
+    return out, torch.empty_like(out), values.new_empty(3, dtype=torch.float64)
+
+
+define(
+    "gae(Tensor? rewards, Tensor values, Tensor? mask, Tensor? scores, Tensor? bootstrap, "
+    "Tensor? logprobs, Tensor? ref_logprobs, Tensor? terminated, Tensor? truncated, "
+    "Tensor? cu_seqlens, float gamma, float lam, float lam_returns, float kl_coef, int kl_kind) "
+    "-> (Tensor advantages, Tensor returns, Tensor stats)",
+    _reference,
+    _fake,
+)
 
 
 def _check(

@@ -3,9 +3,9 @@
 from typing import Any
 
 from ppo_kernels.ops.gae import Advantages, gae
-from ppo_kernels.ops.hidden import lm_loss, logprobs_from_hidden
+from ppo_kernels.ops.hidden import lm_loss, logprobs_from_hidden, ppo_loss_from_hidden
 from ppo_kernels.ops.logprobs import entropy_from_logits, logprobs_from_logits
-from ppo_kernels.ops.loss import PPOLoss, ppo_loss, ppo_loss_from_hidden, ppo_loss_from_logits
+from ppo_kernels.ops.loss import PPOLoss, ppo_loss, ppo_loss_from_logits
 from ppo_kernels.ops.rewards import compute_rewards, kl_penalty
 from ppo_kernels.ops.whitening import masked_mean, masked_whiten
 

@@ -104,9 +104,12 @@ class _Logprobs(torch.autograd.Function):
                 logits, labels, *transform, want_entropy, want_stats
             )
         else:
-            shard = _shard(logits, group)
-            logp, entropy, row_max, log_sum, *sum_p2 = _forward_of_shards(
-                logits, labels, transform, want_stats, shard, group
+            shard = shard_of(logits.shape[-1], logits.device, group)
+            partials = torch.ops.ppo_kernels.logprobs_partials(
+                logits, labels, *transform, shard, want_stats
+            )
+            logp, entropy, row_max, log_sum, *sum_p2 = merged_partials(
+                partials, labels, transform[-1], shard, group
             )
             sum_p2 = sum_p2[0] if want_stats else None
         if not want_entropy:
@@ -157,24 +160,29 @@ class _Logprobs(torch.autograd.Function):
         return logits, *nothing
 
 
-def _shard(logits: Tensor, group: Any) -> Tensor:
+def shard_of(columns: int, device: torch.device, group: Any) -> Tensor:
     """int64 [2]: this rank's first column and the vocabulary size. 8 bytes per rank, on device."""
+    size = torch.full((1,), columns, dtype=torch.int64, device=device)
+    if group is None:
+        return torch.cat([torch.zeros_like(size), size])
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    size = torch.full((1,), logits.shape[-1], dtype=torch.int64, device=logits.device)
     sizes = size.new_empty(ranks)
     dist.all_gather_into_tensor(sizes, size, group=group)
     return torch.stack([sizes[:rank].sum(), sizes.sum()])
 
 
-def _forward_of_shards(
-    logits: Tensor, labels: Tensor, transform: tuple, sum_p2: bool, shard: Tensor, group: Any
+def merged_partials(
+    mine: Tensor, labels: Tensor, ignore_index: int, shard: Tensor, group: Any
 ) -> tuple[Tensor, ...]:
-    """One all_gather of 16 bytes per token (20 with sum_p2); every rank gets the same bits."""
-    mine = torch.ops.ppo_kernels.logprobs_partials(logits, labels, *transform, shard, sum_p2)
-    all_of_them = mine.new_empty((dist.get_world_size(group), *mine.shape))
-    dist.all_gather_into_tensor(all_of_them, mine, group=group)
-    merged = reference.merge_partials(all_of_them)
-    return reference.finish_partials(merged, labels, transform[-1], shard[1])
+    """(logp, entropy, row_max, log_sum[, sum_p2]) from this rank's partials [N, 4] or [N, 5].
+
+    One all_gather of 16 or 20 bytes per token; every rank gets the same bits.
+    """
+    if group is not None:
+        all_of_them = mine.new_empty((dist.get_world_size(group), *mine.shape))
+        dist.all_gather_into_tensor(all_of_them, mine, group=group)
+        mine = reference.merge_partials(all_of_them)
+    return reference.finish_partials(mine, labels, ignore_index, shard[1])
 
 
 def logprobs_from_logits(

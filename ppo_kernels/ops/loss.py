@@ -8,7 +8,6 @@ from torch import Tensor
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks
 from ppo_kernels.ops._library import define
-from ppo_kernels.ops.hidden import logprobs_from_hidden
 from ppo_kernels.ops.logprobs import logprobs_from_logits
 
 # What ppo_loss needs besides the log-probs and the entropy, in the order of the schema.
@@ -250,41 +249,6 @@ def ppo_loss_from_logits(
         logit_scale=logit_scale,
         softcap=softcap,
         return_entropy=True,
-    )
-    return ppo_loss(
-        logp, old_logprobs, advantages, mask, entropy=entropy, ent_coef=ent_coef, **options
-    )
-
-
-def ppo_loss_from_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None = None,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    ent_coef: float = 0.0,
-    chunk_tokens: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> PPOLoss:
-    """ppo_loss of logprobs_from_hidden(hidden, weight, labels)."""
-    logp, entropy = logprobs_from_hidden(
-        hidden,
-        weight,
-        _trained(labels, mask),
-        bias=bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        return_entropy=True,
-        chunk_tokens=chunk_tokens,
-        logits_dtype=logits_dtype,
     )
     return ppo_loss(
         logp, old_logprobs, advantages, mask, entropy=entropy, ent_coef=ent_coef, **options

@@ -159,12 +159,14 @@ def _backbone_output(hf: nn.Module, inputs: dict[str, Any]) -> Tensor:
     backbone = _backbone(hf)
     accepted = inspect.signature(backbone.forward).parameters
     mask = inputs.get("attention_mask")
+    # Models that see images lay out their own positions.
+    text_only = not hf.config.is_encoder_decoder and hf.config.get_text_config() is hf.config
     if (
         "position_ids" in accepted
         and inputs.get("position_ids") is None
         and isinstance(mask, Tensor)
         and mask.dim() == 2
-        and not hf.config.is_encoder_decoder
+        and text_only
     ):
         inputs["position_ids"] = position_ids(mask)
     return backbone(**inputs)[0]
@@ -205,7 +207,7 @@ def _head_input(hf: nn.Module, output: Tensor) -> Tensor:
 
     Which configurations do it differs between releases of transformers, so it is observed.
     """
-    factor = _watched(hf).input_factor if _needs_watching(hf) else 1.0
+    factor = _input_factor(hf) if _needs_watching(hf) else 1.0
     return output if factor == 1.0 else output * factor
 
 
@@ -223,7 +225,7 @@ def lm_head(model: nn.Module) -> LMHead:
     hf = _unwrap(model)
     head = _read_head(hf)
     if _needs_watching(hf):
-        _watched(hf)
+        _input_factor(hf)
     return head
 
 
@@ -333,11 +335,8 @@ def _lora_linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
 # ------------------------------------------------------------- models that are not known by name
 
 
-class _Watched(NamedTuple):
-    input_factor: float
-
-
-_WATCHED: WeakKeyDictionary[nn.Module, _Watched] = WeakKeyDictionary()
+# Model -> the factor between its backbone's output and its head's input, once it was watched.
+_INPUT_FACTORS: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 
 
 def _needs_watching(hf: nn.Module) -> bool:
@@ -349,26 +348,22 @@ def _needs_watching(hf: nn.Module) -> bool:
     return not (family and own and type(head).forward is nn.Linear.forward)
 
 
-def _watched(hf: nn.Module) -> _Watched:
-    """What one forward of two tokens showed, remembered as long as the model lives."""
-    if hf not in _WATCHED:
-        _WATCHED[hf] = _watch(hf)
-    return _WATCHED[hf]
+def _input_factor(hf: nn.Module) -> float:
+    """The factor on the head's input (1 but for T5), after our reading was seen to be right.
 
-
-def _watch(hf: nn.Module) -> _Watched:
-    """Compares our reading of the head with the model's own logits on two tokens.
-
-    The head is given its input enlarged, so that the logits reach 50: a softcap that is invisible
-    at initialisation cannot hide.
+    Compares our reading of the head with the model's own logits: one forward of two tokens,
+    remembered as long as the model lives. The head is given its input enlarged, so that the logits
+    reach 50: a softcap that is invisible at initialisation cannot hide.
     """
+    if hf in _INPUT_FACTORS:
+        return _INPUT_FACTORS[hf]
     read = _read_head(hf)
     seen: dict[str, Tensor] = {}
 
     def enlarge(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = seen["input"] = args[0]
         largest = nn.functional.linear(x.to(read.weight.dtype), read.weight).abs().max()
-        seen["enlarged"] = (x * (50 / largest)).to(x.dtype)
+        seen["enlarged"] = (x * (50 / largest.clamp(min=1e-6))).to(x.dtype)
         return (seen["enlarged"], *args[1:])
 
     hooks = [
@@ -400,7 +395,9 @@ def _watch(hf: nn.Module) -> _Watched:
             f"{name} computes logits that are not logit_scale={read.logit_scale} and "
             f"softcap={read.softcap} on its {tuple(read.weight.shape)} head; {SUPPORTED}"
         )
-    return _Watched(factor)
+    if logits.any():  # a head of zeros shows nothing yet
+        _INPUT_FACTORS[hf] = factor
+    return factor
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

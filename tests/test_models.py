@@ -403,6 +403,17 @@ def test_unknown_forward_that_agrees_is_read() -> None:
     assert_same_path(odd_llama(lambda logits: logits))
 
 
+def test_a_head_of_zeros_is_looked_at_again() -> None:
+    model = odd_llama(lambda logits: logits * 0.9)
+    weight = model.lm_head.weight.detach().clone()
+    nn.init.zeros_(model.lm_head.weight)
+    lm_head(model)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(weight)
+    with pytest.raises(ValueError, match="computes logits that are not"):
+        lm_head(model)
+
+
 @pytest.mark.parametrize(
     "change",
     [

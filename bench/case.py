@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -92,5 +93,34 @@ def with_gradients(forward: Function, wrt: tuple[str, ...], upstream: Tensors) -
         grads = torch.autograd.grad(heads, list(leaves.values()), weights)
         detached = {name: x.detach() for name, x in outputs.items()}
         return detached | {f"d{name}": g for name, g in zip(wrt, grads)}
+
+    return run
+
+
+def usual(
+    ours: Function,
+    eager: Function,
+    timed: Callable[[Function], Function],
+    workspace: float,
+    overwrites: str | None = None,
+    to_compile: Function | None = None,
+) -> list[Contestant]:
+    """Ours, eager code as people write it, and that (or to_compile) compiled for its shapes."""
+
+    def load_compiled() -> Function:
+        return timed(torch.compile(to_compile or eager, dynamic=False))
+
+    return [
+        Contestant("ours", partial(timed, ours), 0.0, overwrites),
+        Contestant("eager", partial(timed, eager), workspace),
+        Contestant("compile", load_compiled, workspace, compiles=True),
+    ]
+
+
+def in_fp64(function: Function) -> Function:
+    """The answer: the same formula in double precision."""
+
+    def run(x: Tensors) -> Tensors:
+        return function({n: t.double() if t.is_floating_point() else t for n, t in x.items()})
 
     return run

@@ -9,6 +9,7 @@ versions of other packages and are added by hand, without them:
 PufferLib, quack-kernels and flash-attn are used where they are installed; rl-triton is not on PyPI.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -32,18 +33,26 @@ NAMES = (
 Loader = Callable[[torch.device], Callable[..., Any]]
 
 
-def _needs_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise Unavailable("needs a CUDA device")
+def _from(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
-def _file(package: str, path: str) -> Any:
-    """One file of a package whose __init__ imports more than this file needs."""
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        raise ImportError(f"No module named {package!r}")
-    file = f"{next(iter(spec.submodule_search_locations))}/{path}"
-    spec = importlib.util.spec_from_file_location(f"{package}_file", file)
+def _on_cuda(loader: Callable[[], Callable[..., Any]]) -> Loader:
+    def load(device: torch.device) -> Callable[..., Any]:
+        if device.type != "cuda":
+            raise Unavailable("needs a CUDA device")
+        return loader()
+
+    return load
+
+
+def _openrlhf_file(path: str) -> Any:
+    """One file of OpenRLHF, whose __init__ imports more than this file needs."""
+    package = importlib.util.find_spec("openrlhf")
+    if package is None:
+        raise ImportError("No module named 'openrlhf'")
+    file = f"{next(iter(package.submodule_search_locations))}/{path}"
+    spec = importlib.util.spec_from_file_location("openrlhf_file", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -52,52 +61,38 @@ def _file(package: str, path: str) -> Any:
 # ------------------------------------------------- logits [N, V], labels [N] -> logprobs [N]
 
 
-def _trl_logprobs(device: torch.device) -> Callable[..., Tensor]:
-    from trl.trainer.utils import selective_log_softmax
+def _negative(function: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
+    """Cross entropies are -logprob; some come in a tuple with other losses."""
 
-    return selective_log_softmax
+    def run(*tensors: Tensor) -> Tensor:
+        loss = function(*tensors, **options)
+        return -(loss[0] if isinstance(loss, tuple) else loss)
 
-
-def _verl_logprobs(device: torch.device) -> Callable[..., Tensor]:
-    from verl.utils.torch_functional import logprobs_from_logits
-
-    return logprobs_from_logits
+    return run
 
 
-def _openrlhf_logprobs(device: torch.device) -> Callable[..., Tensor]:
-    return _file("openrlhf", "models/utils.py").log_probs_from_logits
+def _liger() -> Callable[..., Tensor]:
+    function = _from("liger_kernel.transformers.functional", "liger_cross_entropy")
+    return _negative(function, reduction="none")
 
 
-def _liger_logprobs(device: torch.device) -> Callable[..., Tensor]:
-    _needs_cuda(device)
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    return lambda logits, labels: -liger_cross_entropy(logits, labels, reduction="none")
+def _quack() -> Callable[..., Tensor]:
+    function = _from("quack.cross_entropy", "cross_entropy")
+    return _negative(function, reduction="none", inplace_backward=True)
 
 
-def _quack_logprobs(device: torch.device) -> Callable[..., Tensor]:
-    _needs_cuda(device)
-    from quack.cross_entropy import cross_entropy
-
-    return lambda logits, labels: (
-        -cross_entropy(logits, labels, reduction="none", inplace_backward=True)
-    )
-
-
-def _flash_logprobs(device: torch.device) -> Callable[..., Tensor]:
-    _needs_cuda(device)
-    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
-
-    return lambda logits, labels: -cross_entropy_loss(logits, labels, inplace_backward=True)[0]
+def _flash_attn() -> Callable[..., Tensor]:
+    function = _from("flash_attn.ops.triton.cross_entropy", "cross_entropy_loss")
+    return _negative(function, inplace_backward=True)
 
 
 LOGPROBS: dict[str, Loader] = {
-    "trl": _trl_logprobs,
-    "verl": _verl_logprobs,
-    "openrlhf": _openrlhf_logprobs,
-    "liger": _liger_logprobs,
-    "quack": _quack_logprobs,
-    "flash-attn": _flash_logprobs,
+    "trl": lambda device: _from("trl.trainer.utils", "selective_log_softmax"),
+    "verl": lambda device: _from("verl.utils.torch_functional", "logprobs_from_logits"),
+    "openrlhf": lambda device: _openrlhf_file("models/utils.py").log_probs_from_logits,
+    "liger": _on_cuda(_liger),
+    "quack": _on_cuda(_quack),
+    "flash-attn": _on_cuda(_flash_attn),
 }
 # Their backward writes the gradient over the logits.
 OVERWRITES_LOGITS = ("liger", "quack", "flash-attn")
@@ -106,26 +101,20 @@ OVERWRITES_LOGITS = ("liger", "quack", "flash-attn")
 # -------------------------------------- logits [N, V], labels [N] -> logprobs [N], entropy [N]
 
 
-def _trl_entropy(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+def _two_functions(module: str, logprobs: str, **options: Any) -> Loader:
+    def load(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+        first, second = _from(module, logprobs), _from(module, "entropy_from_logits")
+        return lambda logits, labels: (first(logits, labels, **options), second(logits))
 
-    return lambda logits, labels: (
-        selective_log_softmax(logits, labels),
-        entropy_from_logits(logits),
-    )
-
-
-def _verl_entropy(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
-
-    def run(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = logprobs_from_logits(logits, labels, inplace_backward=False)
-        return logprobs, entropy_from_logits(logits)
-
-    return run
+    return load
 
 
-ENTROPY: dict[str, Loader] = {"trl": _trl_entropy, "verl": _verl_entropy}
+ENTROPY: dict[str, Loader] = {
+    "trl": _two_functions("trl.trainer.utils", "selective_log_softmax"),
+    "verl": _two_functions(
+        "verl.utils.torch_functional", "logprobs_from_logits", inplace_backward=False
+    ),
+}
 
 
 # ------------- rewards, values, mask [B, T], gamma, lam -> {"advantages", "returns"} or either
@@ -208,39 +197,35 @@ LOSS: dict[str, Loader] = {"verl": _verl_loss}
 # -------------------------------- hidden [N, H], weight [V, H], labels [N] -> logprobs [N]
 
 
-def _liger_hidden(device: torch.device) -> Callable[..., Tensor]:
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
-        LigerFusedLinearScaledCrossEntropyFunction as Function,
-    )
-
-    return lambda hidden, weight, labels: -Function.apply(hidden, weight, labels)
-
-
 def _cce_hidden(device: torch.device) -> Callable[..., Tensor]:
-    from cut_cross_entropy import linear_cross_entropy
-
     impl = "cce" if device.type == "cuda" else "torch_compile"
-    return lambda hidden, weight, labels: (
-        -linear_cross_entropy(hidden, weight, labels, reduction="none", impl=impl)
+    return _negative(
+        _from("cut_cross_entropy", "linear_cross_entropy"), reduction="none", impl=impl
     )
 
 
 def _verl_hidden(device: torch.device) -> Callable[..., Tensor]:
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
-    fused = FusedLinearForPPO()
+    fused = _from("verl.utils.experimental.torch_functional", "FusedLinearForPPO")()
     return lambda hidden, weight, labels: fused(hidden[None], weight, labels[None])[0][0]
 
 
-HIDDEN: dict[str, Loader] = {"liger": _liger_hidden, "cce": _cce_hidden, "verl": _verl_hidden}
+HIDDEN: dict[str, Loader] = {
+    "liger": lambda device: _negative(
+        _from(
+            "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+            "LigerFusedLinearScaledCrossEntropyFunction",
+        ).apply
+    ),
+    "cce": _cce_hidden,
+    "verl": _verl_hidden,
+}
 
 
 def liger_chunked_loss(device: torch.device) -> Callable[..., Tensor]:
     """Liger's chunked GRPO loss; with one advantage per sequence it is the clipped PPO loss."""
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
-    loss = LigerFusedLinearGRPOLoss(
-        beta=0.0, use_ref_model=False, loss_type="bnpo", compiled=device.type == "cuda"
+    options = {"beta": 0.0, "use_ref_model": False, "loss_type": "bnpo"}
+    loss = _from("liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")(
+        **options, compiled=device.type == "cuda"
     )
 
     def run(

@@ -2,16 +2,19 @@
 
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import ppo_kernels as ppo
 from bench import peers
-from bench.case import DTYPES, Case, Contestant, Function, Tensors
+from bench.case import DTYPES, Case, Contestant, Function, Tensors, in_fp64, usual
+from ppo_kernels.reference import upcast
 
 GAMMA, LAM, KL_COEF = 0.99, 0.95, 0.05
-SWEEPS = {"cpu": ((64, 1024), 32768), "cuda": ((64, 4096), 131072)}
+KINDS = {"masked": "interior mask", "unmasked": "no mask", "shaped": "KL shaping"}
+# Above this the loops would take longer than everything else together.
+LONGEST_LOOP = 8192
 
 
 def make(B: int, T: int, dtype: str, masked: bool, device: torch.device, seed: int) -> Tensors:
@@ -28,29 +31,10 @@ def make(B: int, T: int, dtype: str, masked: bool, device: torch.device, seed: i
     return {n: t.to(device) for n, t in x.items()}
 
 
-def expected(x: Tensors, shaped: bool) -> Tensors:
-    """The delta form in fp64 numpy, a column at a time."""
-    r, v, logp, ref = (
-        x[n].double().cpu().numpy() for n in ("rewards", "values", "logprobs", "ref_logprobs")
-    )
-    mask, scores = x["mask"].cpu().numpy(), x["scores"].double().cpu().numpy()
-    if shaped:
-        r = -KL_COEF * (logp - ref)
-        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
-        r[np.arange(len(r)), last] += scores
-    advantages, running, following = np.zeros_like(v), np.zeros(len(v)), np.zeros(len(v))
-    for t in range(v.shape[1] - 1, -1, -1):
-        step = r[:, t] + GAMMA * following - v[:, t] + GAMMA * LAM * running
-        running = np.where(mask[:, t], step, running)
-        following = np.where(mask[:, t], v[:, t], following)
-        advantages[:, t] = running
-    a = torch.from_numpy(advantages).to(x["values"].device)
-    return {"advantages": a, "returns": a + x["values"].double()}
-
-
 def loop(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensors:
     """As people write it: one step per token, masked tokens carried over by multiplication."""
-    r, v, m = r.float(), v.float(), mask.float()
+    r, v = upcast(r), upcast(v)
+    m = mask.to(v.dtype)
     following = running = torch.zeros_like(v[:, 0])
     steps = []
     for t in reversed(range(v.shape[1])):
@@ -64,25 +48,25 @@ def loop(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor
 
 def doubling(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensors:
     """What torch.compile can digest: the affine maps of the recurrence combined in log2 T steps."""
-    r, v = r.float(), v.float()
+    r, v = upcast(r), upcast(v)
     a = torch.where(mask, gamma * lam, 1.0)
     b = torch.where(mask, gamma * ((1 - lam) * v + lam * r), 0.0)
-    distance, T = 1, v.shape[1]
-    while distance < T:
-        b_right = torch.nn.functional.pad(b[:, distance:], (0, distance))
-        a_right = torch.nn.functional.pad(a[:, distance:], (0, distance), value=1.0)
+    distance = 1
+    while distance < v.shape[1]:
+        a_right = pad(a[:, distance:], (0, distance), value=1.0)
+        b_right = pad(b[:, distance:], (0, distance))
         a, b, distance = a * a_right, b + a * b_right, 2 * distance
-    returns = r + torch.nn.functional.pad(b[:, 1:], (0, 1))
+    returns = r + pad(b[:, 1:], (0, 1))
     return {"advantages": returns - v, "returns": returns}
 
 
-def shape_rewards(x: Tensors) -> Tensor:
-    """Eager shaping: KL to the reference at every token, the score at the last one."""
-    m = x["mask"].float()
-    rewards = -KL_COEF * (x["logprobs"].float() - x["ref_logprobs"].float()) * m
-    last = x["mask"].shape[1] - 1 - m.flip(1).argmax(1)
+def shaped_loop(x: Tensors) -> Tensors:
+    """Eager shaping, then the loop: KL at every token, the score at the last action."""
+    m = x["mask"].to(upcast(x["logprobs"]).dtype)
+    rewards = -KL_COEF * (upcast(x["logprobs"]) - upcast(x["ref_logprobs"])) * m
+    last = m.shape[1] - 1 - m.flip(1).argmax(1)
     rewards[torch.arange(len(m), device=m.device), last] += x["scores"]
-    return rewards
+    return loop(rewards, x["values"], x["mask"], GAMMA, LAM)
 
 
 def ours(x: Tensors) -> Tensors:
@@ -90,50 +74,46 @@ def ours(x: Tensors) -> Tensors:
 
 
 def ours_fused(x: Tensors) -> Tensors:
-    names = ("scores", "logprobs", "ref_logprobs")
-    kl = {"kl_coef": KL_COEF} | {n: x[n] for n in names}
+    kl = {n: x[n] for n in ("scores", "logprobs", "ref_logprobs")} | {"kl_coef": KL_COEF}
     return ppo.gae(None, x["values"], x["mask"], gamma=GAMMA, lam=LAM, **kl)._asdict()
 
 
 def ours_separate(x: Tensors) -> Tensors:
-    kl = (x["logprobs"], x["ref_logprobs"], x["mask"])
-    rewards = ppo.compute_rewards(x["scores"], *kl, kl_coef=KL_COEF)
-    return ppo.gae(rewards, x["values"], x["mask"], gamma=GAMMA, lam=LAM)._asdict()
+    pair = (x["logprobs"], x["ref_logprobs"])
+    rewards = ppo.compute_rewards(x["scores"], *pair, x["mask"], kl_coef=KL_COEF)
+    return ours({**x, "rewards": rewards})
 
 
-def _plain(function: Function) -> Function:
+def plain(function: Function) -> Function:
     return lambda x: function(x["rewards"], x["values"], x["mask"], GAMMA, LAM)
 
 
-def _compiled() -> Function:
-    return _plain(torch.compile(doubling, dynamic=False))
+def contestants(B: int, T: int, kind: str, device: torch.device) -> list[Contestant]:
+    if kind == "shaped":
+        separate = Contestant("ours, separate", lambda: ours_separate)
+        first, eager, _ = usual(ours_fused, shaped_loop, lambda f: f, 0.0)
+        return [first, separate, eager]
+    found = usual(ours, plain(loop), lambda f: f, 32.0 * B * T, to_compile=plain(doubling))
+    for name, load in peers.GAE.items():
+        if kind == "unmasked" or name in peers.GAE_WITH_MASK:
+            found.append(Contestant(name, lambda f=load: plain(f(device))))
+    if T > LONGEST_LOOP and B > 1:
+        found = [c for c in found if c.name not in ("eager", "verl")]
+    return found
 
 
 def case(B: int, T: int, dtype: str, kind: str, device: torch.device, **flags: object) -> Case:
     """kind: "masked", "unmasked" or "shaped" (masked, with the KL shaping inside)."""
     size = {"fp32": 4, "bf16": 2}[dtype]
-    shaped, masked = kind == "shaped", kind != "unmasked"
-    contestants = [Contestant("ours", lambda: ours_fused if shaped else ours)]
-    if shaped:
-        eager: Function = lambda x: loop(shape_rewards(x), x["values"], x["mask"], GAMMA, LAM)  # noqa: E731
-        contestants.append(Contestant("ours, separate", lambda: ours_separate))
-        contestants.append(Contestant("eager", lambda: eager))
-    else:
-        contestants.append(Contestant("eager", lambda: _plain(loop)))
-        contestants.append(Contestant("compile", _compiled, 8 * B * T * 4, compiles=True))
-        for name, loader in peers.GAE.items():
-            if not masked or name in peers.GAE_WITH_MASK:
-                contestants.append(Contestant(name, lambda f=loader: _plain(f(device))))
-    what = {"masked": "interior mask", "unmasked": "no mask", "shaped": "KL shaping"}[kind]
     return Case(
         op="gae",
-        name=f"B={B} T={T} {what}",
+        name=f"B={B} T={T} {KINDS[kind]}",
         dtype=dtype,
-        make=lambda seed, check: make(B, T, dtype, masked, device, seed),
-        expected=partial(expected, shaped=shaped),
-        contestants=contestants,
+        make=lambda seed, check: make(B, T, dtype, kind != "unmasked", device, seed),
+        expected=in_fp64(shaped_loop if kind == "shaped" else plain(loop)),
+        contestants=contestants(B, T, kind, device),
         input_bytes=B * T * (4 * size + 1),
-        bytes=B * T * ((3 if shaped else 2) * size + 1 + 8),
+        bytes=B * T * ((3 if kind == "shaped" else 2) * size + 1 + 8),
         required=B * T * 8,
         masked_by="mask",
         **flags,
@@ -141,24 +121,19 @@ def case(B: int, T: int, dtype: str, kind: str, device: torch.device, **flags: o
 
 
 def sweep(device: torch.device) -> list[Case]:
-    """Time against T at fixed B, and against B at fixed T."""
-    (B, T), longest = SWEEPS[device.type]
-    lengths = [256 * 4**i for i in range(8) if 256 * 4**i <= longest]
-    points = [(B, t, ("T", t)) for t in lengths]
-    points += [(b, T, ("B", b)) for b in (1, 8, 64, 512, 4096)]
-    found = []
-    for b, t, at in points:
-        point = case(b, t, "fp32", "masked", device, sweep=at)
-        if t > 8192:  # the loop would take longer than everything else together
-            point.contestants = [c for c in point.contestants if c.name not in ("eager", "verl")]
-        point.name = f"{point.name}, sweep of {at[0]}"
-        found.append(point)
-    return found
+    """Against T at fixed B, and against B at fixed T."""
+    big = device.type == "cuda"
+    fixed_B, fixed_T = (64, 4096) if big else (64, 1024)
+    lengths = [256, 1024, 4096, 16384, *([131072] if big else [])]
+    points = [(fixed_B, t, ("T", t)) for t in lengths]
+    points += [(b, fixed_T, ("B", b)) for b in (1, 8, 64, 512, 4096)]
+    swept = partial(case, dtype="fp32", kind="masked", device=device)
+    return [swept(b, t, sweep=at) for b, t, at in points]
 
 
 def build(device: torch.device, size: str) -> list[Case]:
     if size == "small":
-        return [case(8, 256, "fp32", kind, device) for kind in ("masked", "unmasked", "shaped")]
+        return [case(8, 256, "fp32", kind, device) for kind in KINDS]
     if size == "sweep":
         return sweep(device)
     if size == "large":

@@ -1,14 +1,14 @@
 """logprobs_from_hidden and ppo_loss_from_hidden against logits, Liger, cut-cross-entropy, verl."""
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
 
 import ppo_kernels as ppo
 from bench import peers
-from bench.case import DTYPES, Case, Contestant, Function, Tensors, with_gradients
+from bench.case import DTYPES, Case, Contestant, Function, Tensors, in_fp64, usual, with_gradients
+from ppo_kernels.reference import upcast
 
 WRT = ("hidden", "weight")
 CLIP = 0.2
@@ -61,11 +61,8 @@ def clipped_loss(logp: Tensor, x: Tensors) -> Tensor:
 
 
 def eager_logprobs(x: Tensors) -> Tensors:
-    logits = x["hidden"] @ x["weight"].T
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    logp = torch.log_softmax(logits, -1).gather(-1, x["labels"].unsqueeze(-1)).squeeze(-1)
-    return {"logprobs": logp}
+    logp = torch.log_softmax(upcast(x["hidden"] @ x["weight"].T), -1)
+    return {"logprobs": logp.gather(-1, x["labels"].unsqueeze(-1)).squeeze(-1)}
 
 
 def eager_loss(x: Tensors) -> Tensors:
@@ -83,12 +80,11 @@ def ours_loss(x: Tensors) -> Tensors:
     return {"loss": out.loss}
 
 
-def expected(x: Tensors, function: Function, backward: bool) -> Tensors:
-    exact = {n: t.double() if t.is_floating_point() else t for n, t in x.items()}
-    return (with_gradients(function, WRT, {"loss": None}) if backward else function)(exact)
+def timed_loss(function: Function) -> Function:
+    return with_gradients(function, WRT, {"loss": None})
 
 
-def _peer(load: peers.Loader, device: torch.device, backward: bool) -> Function:
+def peer(load: peers.Loader, device: torch.device, backward: bool) -> Function:
     """A function of flat tokens -> logprobs; for the loss, the eager formula on top."""
     function = load(device)
 
@@ -97,45 +93,26 @@ def _peer(load: peers.Loader, device: torch.device, backward: bool) -> Function:
         logp = flat.view(x["labels"].shape)
         return {"loss": clipped_loss(logp.float(), x)} if backward else {"logprobs": logp}
 
-    return with_gradients(forward, WRT, {"loss": None}) if backward else forward
+    return timed_loss(forward) if backward else forward
 
 
-def _liger(device: torch.device) -> Function:
+def liger_loss(device: torch.device) -> Function:
     function = peers.liger_chunked_loss(device)
-    names = ("old_logprobs", "advantages", "mask")
-    return with_gradients(
-        lambda x: {"loss": function(x["hidden"], x["weight"], x["labels"], *(x[n] for n in names))},
-        WRT,
-        {"loss": None},
-    )
+    names = (*WRT, "labels", "old_logprobs", "advantages", "mask")
+    return timed_loss(lambda x: {"loss": function(*(x[n] for n in names))})
 
 
 def contestants(N: int, V: int, backward: bool, device: torch.device) -> list[Contestant]:
-    ours, eager = (ours_loss, eager_loss) if backward else (ours_logprobs, eager_logprobs)
-
-    def timed(function: Function) -> Function:
-        return with_gradients(function, WRT, {"loss": None}) if backward else function
-
     logits = N * V * 4.0 * (4 if backward else 2)
-    found = [
-        Contestant("ours", lambda: timed(ours), 2.0**29),
-        Contestant("eager", lambda: timed(eager), logits),
-        Contestant(
-            "compile", lambda: timed(torch.compile(eager, dynamic=False)), logits, compiles=True
-        ),
-    ]
     if backward:
-        found.append(Contestant("liger chunked loss", lambda: _liger(device), 2.0**29))
+        found = usual(ours_loss, eager_loss, timed_loss, logits)
+        found.append(Contestant("liger chunked loss", lambda: liger_loss(device), 2.0**29))
+    else:
+        found = usual(ours_logprobs, eager_logprobs, lambda f: f, logits)
     for name, load in peers.HIDDEN.items():
-        whole = name == "cce" and device.type == "cpu"  # its CPU path holds the logits
-        found.append(
-            Contestant(
-                name,
-                lambda f=load: _peer(f, device, backward),
-                logits if whole else 2.0**30,
-                compiles=whole,
-            )
-        )
+        whole = name == "cce" and device.type == "cpu"  # its CPU path compiles, holding the logits
+        run = lambda f=load: peer(f, device, backward)  # noqa: E731
+        found.append(Contestant(name, run, logits if whole else 2.0**30, compiles=whole))
     return found
 
 
@@ -166,9 +143,7 @@ def case(
         name=f"N={N} H={H} V={V} {what}",
         dtype=dtype,
         make=inputs,
-        expected=partial(
-            expected, function=eager_loss if backward else eager_logprobs, backward=backward
-        ),
+        expected=in_fp64(timed_loss(eager_loss) if backward else eager_logprobs),
         contestants=contestants(N, V, backward, device),
         input_bytes=float((N + V) * H * size),
         flops=(6.0 if backward else 2.0) * N * H * V * (1 - masked),

@@ -7,7 +7,17 @@ from torch import Tensor
 
 import ppo_kernels as ppo
 from bench import peers
-from bench.case import DTYPES, Case, Contestant, Function, Tensors, with_gradients
+from bench.case import (
+    DTYPES,
+    Case,
+    Contestant,
+    Function,
+    Tensors,
+    in_fp64,
+    usual,
+    with_gradients,
+)
+from ppo_kernels.reference import upcast
 
 MODES = ("forward", "forward+backward", "in place", "entropy, in place")
 SHAPES = {"cpu": (512, 128256), "cuda": (8192, 151936)}
@@ -18,10 +28,9 @@ DISTINCT_ROWS = 64
 def make(N: int, V: int, dtype: str, device: torch.device, seed: int) -> Tensors:
     """Logits with the spread of a language model's, one label and two upstream gradients a row."""
     g = torch.Generator(device).manual_seed(seed)
-    rows = torch.randn(min(N, DISTINCT_ROWS), V, generator=g, device=device) * 3
+    rows = 3 * torch.randn(min(N, DISTINCT_ROWS), V, generator=g, device=device)
     logits = torch.empty(N, V, dtype=DTYPES[dtype], device=device)
-    for start in range(0, N, DISTINCT_ROWS):
-        part = logits[start : start + DISTINCT_ROWS]
+    for part in logits.split(DISTINCT_ROWS):
         part.copy_(rows[: len(part)])
     return {
         "logits": logits,
@@ -31,93 +40,58 @@ def make(N: int, V: int, dtype: str, device: torch.device, seed: int) -> Tensors
     }
 
 
-def expected(x: Tensors, rows: Tensor, mode: str) -> Tensors:
-    """fp64, written out: `p = softmax(z)`, `dz = g (1_y - p) - h p (ln p + H)`."""
-    z, y = x["logits"][rows].double(), x["labels"][rows].unsqueeze(-1)
-    logp_all = torch.log_softmax(z, -1)
-    p = logp_all.exp()
-    entropy = -(p * logp_all).sum(-1)
-    answer = {"logprobs": logp_all.gather(-1, y).squeeze(-1)}
-    if mode == "forward":
-        return answer
-    g = x["g"][rows].double().unsqueeze(-1)
-    dz = (-g * p).scatter_add_(-1, y, g)
-    if mode.startswith("entropy"):
-        answer["entropy"] = entropy
-        dz -= x["h"][rows].double().unsqueeze(-1) * p * (logp_all + entropy.unsqueeze(-1))
-    return answer | {"dlogits": dz}
-
-
 def eager(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.log_softmax(logits.float(), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return torch.log_softmax(upcast(logits), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def eager_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    logp = torch.log_softmax(logits.float(), -1)
+    logp = torch.log_softmax(upcast(logits), -1)
     return logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
 
-def forward_of(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Function:
+def named(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Function:
     """(logits, labels) -> logprobs or (logprobs, entropy), as a function of the inputs."""
 
     def run(x: Tensors) -> Tensors:
         out = function(x["logits"], x["labels"])
-        both = out if isinstance(out, tuple) else (out,)
-        return dict(zip(("logprobs", "entropy"), both))
+        return dict(zip(("logprobs", "entropy"), out if isinstance(out, tuple) else (out,)))
 
     return run
 
 
-def _ours(mode: str) -> Callable[..., Tensor]:
-    options = {"inplace_backward": mode.endswith("in place")}
-    if mode.startswith("entropy"):
-        options["return_entropy"] = True
-    return lambda logits, labels: ppo.logprobs_from_logits(logits, labels, **options)
-
-
-def contestants(N: int, V: int, mode: str, device: torch.device) -> list[Contestant]:
-    plain = eager_entropy if mode.startswith("entropy") else eager
-    upstream = {"logprobs": "g"} | ({"entropy": "h"} if mode.startswith("entropy") else {})
-    in_place = "logits" if mode.endswith("in place") else None
-
-    def timed(function: Callable[..., Tensor]) -> Function:
-        forward = forward_of(function)
-        return forward if mode == "forward" else with_gradients(forward, ("logits",), upstream)
-
-    copies = (2 if mode == "forward" else 4) * N * V * 4.0
-    found = [
-        Contestant("ours", lambda: timed(_ours(mode)), 0.0, in_place),
-        Contestant("eager", lambda: timed(plain), copies),
-        Contestant(
-            "compile",
-            lambda: timed(torch.compile(plain, dynamic=False)),
-            copies,
-            compiles=True,
-        ),
-    ]
-    others = peers.ENTROPY if mode.startswith("entropy") else peers.LOGPROBS
-    for name, load in others.items():
-        overwrites = name in peers.OVERWRITES_LOGITS and mode != "forward"
-        # Out of place and in place are two cases: each peer runs in the one that it is made for.
-        if overwrites == (mode == "in place") or mode.startswith("entropy"):
-            at = "logits" if overwrites else None
-            found.append(Contestant(name, lambda f=load: timed(f(device)), copies, at))
-    return found
-
-
 def case(N: int, V: int, dtype: str, mode: str, device: torch.device, **flags: object) -> Case:
     size = {"fp32": 4, "bf16": 2}[dtype]
+    entropy, backward = mode.startswith("entropy"), mode != "forward"
+    overwrites = "logits" if mode.endswith("in place") else None
     half = min(DISTINCT_ROWS, N) // 2
-    rows = torch.cat([torch.arange(half), torch.arange(N - half, N)])
+    rows = torch.cat([torch.arange(half), torch.arange(N - half, N)]).to(device)
+
+    def timed(function: Function) -> Function:
+        upstream = {"logprobs": "g", "entropy": "h"} if entropy else {"logprobs": "g"}
+        return with_gradients(function, ("logits",), upstream) if backward else function
+
+    def ours(x: Tensors) -> Tensors:
+        options = {"return_entropy": entropy, "inplace_backward": overwrites is not None}
+        return named(lambda *t: ppo.logprobs_from_logits(*t, **options))(x)
+
+    plain = named(eager_entropy if entropy else eager)
+    copies = (4 if backward else 2) * N * V * 4.0
+    found = usual(ours, plain, timed, copies, overwrites)
+    for name, load in (peers.ENTROPY if entropy else peers.LOGPROBS).items():
+        # Out of place and in place are two cases: each peer runs in the one that it is made for.
+        at = "logits" if backward and name in peers.OVERWRITES_LOGITS else None
+        if entropy or at == overwrites:
+            run = lambda f=load: timed(named(f(device)))  # noqa: E731
+            found.append(Contestant(name, run, copies, at))
     return Case(
         op="logprobs",
         name=f"N={N} V={V} {mode}",
         dtype=dtype,
         make=lambda seed, check: make(N, V, dtype, device, seed),
-        expected=lambda x: expected(x, rows.to(device), mode),
-        contestants=contestants(N, V, mode, device),
+        expected=lambda x: in_fp64(timed(plain))({n: t[rows] for n, t in x.items()}),
+        contestants=found,
         input_bytes=float(N * V * size),
-        bytes=float(N * V * size) * (1 if mode == "forward" else 3),
+        bytes=float(N * V * size) * (3 if backward else 1),
         required=float(N * V * size) if mode == "forward+backward" else 0.0,
         rows=rows,
         **flags,
@@ -127,20 +101,18 @@ def case(N: int, V: int, dtype: str, mode: str, device: torch.device, **flags: o
 def sweep(device: torch.device) -> list[Case]:
     """Forward and in-place backward against N at fixed V, and against V at fixed N."""
     big = device.type == "cuda"
-    at_N, at_V = (4096, 131072) if big else (256, 32768)
-    points = [(n, at_V, ("N", n)) for n in ((1024, 4096, 16384) if big else (32, 128, 512, 2048))]
-    points += [(at_N, v, ("V", v)) for v in (8192, 32768, 131072, 262144)]
-    found = []
-    for N, V, at in points:
-        point = case(N, V, "bf16" if big else "fp32", "in place", device, sweep=at)
-        point.name = f"{point.name}, sweep of {at[0]}"
-        found.append(point)
-    return found
+    fixed_N, fixed_V = (4096, 131072) if big else (256, 32768)
+    points = [
+        (n, fixed_V, ("N", n)) for n in ((1024, 4096, 16384) if big else (32, 128, 512, 2048))
+    ]
+    points += [(fixed_N, v, ("V", v)) for v in (8192, 32768, 131072, 262144)]
+    dtype = "bf16" if big else "fp32"
+    return [case(n, v, dtype, "in place", device, sweep=at) for n, v, at in points]
 
 
 def build(device: torch.device, size: str) -> list[Case]:
     if size == "small":
-        return [case(16, 2048, d, m, device) for d in ("fp32", "bf16") for m in MODES]
+        return [case(16, 2048, d, m, device) for d in DTYPES for m in MODES]
     if size == "sweep":
         return sweep(device)
     if size == "large":
@@ -152,6 +124,6 @@ def build(device: torch.device, size: str) -> list[Case]:
     N, V = SHAPES[device.type]
     return [
         case(N, V, dtype, mode, device, headline=mode != "forward+backward")
-        for dtype in (("bf16",) if device.type == "cuda" else ("fp32", "bf16"))
+        for dtype in (("bf16",) if device.type == "cuda" else DTYPES)
         for mode in MODES
     ]

@@ -1,13 +1,11 @@
 """ppo_loss and ppo_loss_from_logits against the usual forty small ops, compiled, and verl."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 import ppo_kernels as ppo
 from bench import peers
-from bench.case import Case, Contestant, Function, Tensors, with_gradients
+from bench.case import Case, Contestant, Function, Tensors, in_fp64, usual, with_gradients
 from bench.cases import logprobs
 
 # Four terms, and k3 without the straight-through trick: what the other projects compute.
@@ -18,7 +16,6 @@ COEFS = {
     "ent_coef": 0.01,
     "kl_coef": 0.05,
 }
-WRT = ("logprobs", "values", "entropy")
 
 
 def make(N: int, device: torch.device, seed: int) -> Tensors:
@@ -109,33 +106,22 @@ def eager_from_logits(x: Tensors) -> Tensors:
     return eager({**x, "logprobs": logp, "entropy": entropy})
 
 
-def expected(x: Tensors, function: Function, wrt: tuple[str, ...]) -> Tensors:
-    """The eager formula and autograd, in fp64."""
-    exact = {n: t.double() if t.is_floating_point() else t for n, t in x.items()}
-    answer = with_gradients(function, wrt, {"loss": None})(exact)
-    return {n: answer[n] for n in ("loss", *(f"d{name}" for name in wrt))}
-
-
 def case(N: int, device: torch.device, **flags: object) -> Case:
     def timed(function: Function) -> Function:
-        return with_gradients(function, WRT, {"loss": None})
+        return with_gradients(function, ("logprobs", "values", "entropy"), {"loss": None})
 
     def peer(load: peers.Loader) -> Function:
         function = load(device)
         return timed(lambda x: {"loss": function(x, COEFS)})
 
-    contestants = [
-        Contestant("ours", lambda: timed(ours)),
-        Contestant("eager", lambda: timed(eager)),
-        Contestant("compile", lambda: timed(torch.compile(eager, dynamic=False)), compiles=True),
-    ]
+    contestants = usual(ours, eager, timed, 0.0)
     contestants += [Contestant(n, lambda f=load: peer(f)) for n, load in peers.LOSS.items()]
     return Case(
         op="loss",
         name=f"N={N} four terms, forward+backward",
         dtype="fp32",
         make=lambda seed, check: make(N, device, seed),
-        expected=partial(expected, function=eager, wrt=WRT),
+        expected=in_fp64(timed(eager)),
         contestants=contestants,
         input_bytes=N * 33.0,
         bytes=N * (33.0 + 12),
@@ -148,20 +134,16 @@ def case_from_logits(N: int, V: int, device: torch.device, **flags: object) -> C
     def timed(function: Function) -> Function:
         return with_gradients(function, ("logits",), {"loss": None})
 
-    copies = 5.0 * N * V * 4
-    compiled = partial(torch.compile, eager_from_logits, dynamic=False)
+    contestants = usual(ours_from_logits, eager_from_logits, timed, 20.0 * N * V, "logits")
+    separate = Contestant("ours, separate", lambda: timed(ours_separate), 0.0, "logits")
+    contestants.insert(1, separate)
     return Case(
         op="loss",
         name=f"from logits, N={N} V={V}, gradient in place",
         dtype="fp32",
         make=lambda seed, check: make_with_logits(N, V, device, seed),
-        expected=partial(expected, function=eager_from_logits, wrt=("logits",)),
-        contestants=[
-            Contestant("ours", lambda: timed(ours_from_logits), 0, "logits"),
-            Contestant("ours, separate", lambda: timed(ours_separate), 0, "logits"),
-            Contestant("eager", lambda: timed(eager_from_logits), copies),
-            Contestant("compile", lambda: timed(compiled()), copies, compiles=True),
-        ],
+        expected=in_fp64(timed(eager_from_logits)),
+        contestants=contestants,
         input_bytes=4.0 * N * V,
         bytes=8.0 * N * V,
         **flags,

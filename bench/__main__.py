@@ -22,7 +22,7 @@ from bench.case import DTYPES
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
 PACKAGES += ("torchrl", "verl", "openrlhf", "quack-kernels", "flash-attn", "pufferlib")
-BUDGET = {"small": 0.5, "default": 10.0, "sweep": 2.0, "large": 0.0}
+BUDGET = {"small": 0.5, "default": 6.0, "sweep": 2.0, "large": 0.0}
 GPU_BUDGET = 2.0
 
 
@@ -39,6 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also run sweeps, and draw")
     parser.add_argument("--memory", action="store_true", help="peak memory, in fresh processes")
+    parser.add_argument("--seconds", type=float, help="start no case after this many seconds")
     parser.add_argument(
         "--record",
         type=Path,
@@ -138,6 +139,7 @@ def run(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """All rows of these ops, and what they were measured on."""
+    start = time.monotonic()
     say("measuring copy bandwidth and GEMM rates")
     result = {
         "name": f"{', '.join(ops)} on {device.type}",
@@ -152,10 +154,19 @@ def run(
     for size in sizes:
         budget = GPU_BUDGET if device.type == "cuda" else BUDGET[size]
         chosen = select(args, ops, size, device)
+        ran = []
         for case in chosen:
-            result["rows"] += runner.run_case(case, device, budget, say)
-        if args.memory:
-            runner.add_memory(chosen, result["rows"], [device.type, size, ",".join(ops)], say)
+            if args.seconds and time.monotonic() - start > args.seconds:
+                say(f"{case.key}: not run, {args.seconds:.0f} s are over")
+                continue
+            rows = runner.run_case(case, device, budget, say)
+            if args.memory and device.type == "cuda":
+                runner.add_cuda_memory(case, rows, device, say)
+            result["rows"] += rows
+            ran.append(case)
+        if args.memory and device.type == "cpu":
+            weighed = [c for c in ran if not args.record or c.headline or c.sweep]
+            runner.add_memory(weighed, result["rows"], [size, ",".join(ops)], say)
     return result
 
 

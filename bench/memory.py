@@ -1,8 +1,9 @@
-"""Peak memory of one contestant, in this process alone: `python -m bench.memory` is started by
-runner.measure_memory and prints one line of JSON, case -> bytes above the inputs.
+"""Peak memory of one call above its inputs.
 
-On the CPU this is the high-water mark of the resident set above its level when the inputs exist
-(Linux resets the mark through /proc/self/clear_refs); on CUDA it is the allocator's peak.
+On CUDA this is the allocator's peak. On the CPU it is the high-water mark of the resident set above
+its level when the inputs exist (Linux resets the mark through /proc/self/clear_refs), and only a
+fresh process shows it: runner.measure_memory starts `python -m bench.memory`, which prints a line
+of JSON, case -> bytes, for each case.
 """
 
 import ctypes
@@ -27,11 +28,7 @@ def status_bytes(field: str) -> int:
 def peak_bytes(case: Case, contestant: Contestant, device: torch.device) -> int:
     """The peak above the inputs of one call after a small one that loads code and threads."""
     function = contestant.load()
-    small = case.make(0, True)
-    # A case that is checked at full size has no smaller inputs: its warm-up leaves nothing behind,
-    # because what it allocated is given back below.
-    function(small)
-    del small
+    function(case.make(0, True))
     inputs = case.make(1, False)
     if contestant.compiles:
         function(inputs)
@@ -56,13 +53,12 @@ def peak_bytes(case: Case, contestant: Contestant, device: torch.device) -> int:
 
 def main() -> None:
     keys, name = json.loads(sys.argv[1])
-    device, size = torch.device(sys.argv[2]), sys.argv[3]
-    found = {}
-    for case in cases.build(sys.argv[4].split(","), device, size):
+    size, ops = sys.argv[2:]
+    device = torch.device("cpu")
+    for case in cases.build(ops.split(","), device, size):
         if case.key in keys:
             (contestant,) = [c for c in case.contestants if c.name == name]
-            found[case.key] = peak_bytes(case, contestant, device)
-    print(json.dumps(found))
+            print(json.dumps({case.key: peak_bytes(case, contestant, device)}), flush=True)
 
 
 if __name__ == "__main__":

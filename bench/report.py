@@ -1,6 +1,7 @@
 """Tables from result files: on the screen, as Markdown, and the block that the README quotes.
 
-`python -m bench.report [DIR]` prints the README's block from DIR (default bench/results).
+`python -m bench.report [DIR]` prints the README's block from DIR (default bench/results), and
+`python -m bench.report DIR --full` everything that is in DIR.
 """
 
 import json
@@ -205,4 +206,5 @@ def _readme_line(title: str, rows: list[Row], ceiling: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    print(readme(load(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)))
+    found = load(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    print("\n".join(map(markdown, found)) if "--full" in sys.argv else readme(found))

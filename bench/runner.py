@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from bench import timing
+from bench import memory, timing
 from bench.case import TOLERANCE, Case, Contestant, Function, Tensors, Unavailable, error_against
 
 Row = dict[str, Any]
 Report = Callable[[str], None]
 FEWEST, MOST = 3, 40
-# A call longer than this is its own warm-up: it counts, and two more follow.
-SLOW_SECONDS = 1.0
-MEMORY_TIMEOUT = 300
+# A call longer than this is its own warm-up: it counts, and two more follow; one more where a call
+# is so long that the machine's noise averages out within it.
+SLOW_SECONDS, VERY_SLOW_SECONDS = 1.0, 5.0
+MEMORY_TIMEOUT = 400
 
 
 def run_case(case: Case, device: torch.device, budget: float, report: Report) -> list[Row]:
@@ -141,8 +142,10 @@ def _time(
         if cost[name] > SLOW_SECONDS or case.single:
             slow[name] = (cost[name], cost[name])
     report(f"{case.key}: timing {', '.join(watches)}")
-    fewest = {name: 0 if case.single else FEWEST - (name in slow) for name in watches}
-    samples = timing.interleave(watches, cost, budget, fewest, 0 if case.single else MOST)
+    fewest = {n: FEWEST - (n in slow) - (cost[n] > VERY_SLOW_SECONDS) for n in watches}
+    if case.single:
+        fewest, budget = dict.fromkeys(watches, 0), 0.0
+    samples = timing.interleave(watches, cost, budget, fewest, MOST)
     for name, taken in samples.items():
         if name in slow:
             taken.insert(0, slow[name])
@@ -158,36 +161,49 @@ def _time(
 
 
 def measure_memory(keys: list[str], contestant: str, args: list[str]) -> dict[str, Any]:
-    """Peak bytes of each case by key, or {"message": why not}; one fresh process for all."""
+    """Peak bytes by case key from one fresh process, and "message" if it did not finish."""
     command = [sys.executable, "-m", "bench.memory", json.dumps([keys, contestant]), *args]
+    found: dict[str, Any] = {}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=MEMORY_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return {"message": f"no answer in {MEMORY_TIMEOUT} s"}
-    for line in reversed(done.stdout.splitlines()):
+        output = done.stdout
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            found["message"] = lines[-1][:200]
+    except subprocess.TimeoutExpired as e:
+        output = (e.stdout or b"").decode()
+        found["message"] = f"no answer in {MEMORY_TIMEOUT} s"
+    for line in output.splitlines():
         if line.startswith("{"):
-            return json.loads(line)
-    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return {"message": last[:200]}
+            found |= json.loads(line)
+    return found
 
 
 def add_memory(cases: Iterable[Case], rows: list[Row], args: list[str], report: Report) -> None:
-    """Adds "peak_bytes" above the inputs to the rows that ran; a sweep shares one process."""
-    groups: dict[tuple[str, str, Any], list[Case]] = {}
-    ran = {
-        (r["op"], r["case"], r["dtype"], r["contestant"]): r for r in rows if r["status"] == "ok"
-    }
+    """Adds "peak_bytes" to the rows that ran: a fresh process per op and contestant."""
+    ran = {(r["op"], r["case"], r["dtype"], r["contestant"]): r for r in rows}
+    groups: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         for c in case.contestants:
-            if (case.op, case.name, case.dtype, c.name) in ran:
-                line = (case.op, c.name, case.sweep[0] if case.sweep else case.key)
-                groups.setdefault(line, []).append(case)
-    for (_, name, _), members in groups.items():
-        report(f"{members[0].key}: peak memory of {name}")
+            if ran[case.op, case.name, case.dtype, c.name]["status"] == "ok":
+                groups.setdefault((case.op, c.name), []).append(case)
+    for (op, name), members in groups.items():
+        report(f"{op}: peak memory of {name}")
         found = measure_memory([case.key for case in members], name, args)
         for case in members:
-            row = ran[case.op, case.name, case.dtype, name]
+            row = ran[op, case.name, case.dtype, name]
             if case.key in found:
                 row["peak_bytes"] = found[case.key]
             else:
                 row["memory_message"] = found.get("message", "not measured")
+
+
+def add_cuda_memory(case: Case, rows: list[Row], device: torch.device, report: Report) -> None:
+    """Adds "peak_bytes" from the allocator, which needs no process of its own to be exact."""
+    for contestant, row in zip(case.contestants, rows):
+        if row["status"] == "ok":
+            report(f"{case.key}: peak memory of {contestant.name}")
+            try:
+                row["peak_bytes"] = memory.peak_bytes(case, contestant, device)
+            except Exception as e:
+                row["memory_message"] = failure(e)["message"]

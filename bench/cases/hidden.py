@@ -14,16 +14,14 @@ WRT = ("hidden", "weight")
 CLIP = 0.2
 MAX_LENGTH = 256
 CHECK_TOKENS = 64
+LOGIT_STD = 1.5
 SHAPES = {"cpu": (2048, 896, 151936), "cuda": (8192, 4096, 131072)}
 
 
 def make(
-    N: int, H: int, V: int, dtype: str, masked: float, std: float, device: torch.device, seed: int
+    N: int, H: int, V: int, dtype: str, masked: float, device: torch.device, seed: int
 ) -> Tensors:
-    """[B, T] tokens with one advantage per sequence, all that Liger's loss takes.
-
-    std: the spread of the logits; at 0.02 every logprob is near -ln V.
-    """
+    """[B, T] tokens with one advantage per sequence, which is all that Liger's loss takes."""
     g = torch.Generator(device).manual_seed(seed)
     T = min(N, MAX_LENGTH)
     shape = (N // T, T)
@@ -31,26 +29,22 @@ def make(
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=g, device=device)
 
+    hidden = normal(*shape, H).to(DTYPES[dtype])
+    weight = normal(V, H).mul_(LOGIT_STD * H**-0.5).to(DTYPES[dtype])
+    labels = torch.randint(V, shape, generator=g, device=device)
+    # The old policy is close: some ratios are clipped, most are not. Its normalizer needs no
+    # logits: over many random columns it is ln V plus half the variance.
+    h = hidden.float()
+    variance = LOGIT_STD**2 * h.square().mean(-1)
+    logp = (h * weight[labels].float()).sum(-1) - math.log(V) - 0.5 * variance
     return {
-        "hidden": normal(*shape, H).to(DTYPES[dtype]),
-        "weight": normal(V, H).mul_(std * H**-0.5).to(DTYPES[dtype]),
-        "labels": torch.randint(V, shape, generator=g, device=device),
-        # The old log-probs are this far away: some ratios are clipped, most are not.
-        "near": 0.15 * normal(*shape),
-        "old_logprobs": torch.full(shape, -math.log(V), device=device),
+        "hidden": hidden,
+        "weight": weight,
+        "labels": labels,
+        "old_logprobs": logp + 0.15 * normal(*shape),
         "advantages": normal(shape[0], 1).expand(shape).contiguous(),
         "mask": torch.rand(shape, generator=g, device=device) >= masked,
     }
-
-
-def near_policy(x: Tensors) -> Tensors:
-    """old_logprobs from the present policy, over small chunks: a realistic spread needs them."""
-    h, y = x["hidden"].flatten(0, 1).split(128), x["labels"].flatten().split(128)
-    parts = [
-        eager_logprobs({"hidden": a, "weight": x["weight"], "labels": b}) for a, b in zip(h, y)
-    ]
-    logp = torch.cat([p["logprobs"] for p in parts]).view(x["labels"].shape)
-    return x | {"old_logprobs": logp + x["near"]}
 
 
 def clipped_loss(logp: Tensor, x: Tensors) -> Tensor:
@@ -124,27 +118,23 @@ def case(
     device: torch.device,
     masked: float = 0.0,
     backward: bool = True,
+    only: tuple[str, ...] | None = None,
     **flags: object,
 ) -> Case:
     size = {"fp32": 4, "bf16": 2}[dtype]
     what = "PPO loss, forward+backward" if backward else "logprobs, forward"
+    found = contestants(N, V, backward, device)
     if masked:
         what += f", {masked:.0%} of rows masked"
-
-    def inputs(seed: int, check: bool) -> Tensors:
-        tokens = CHECK_TOKENS if check else N
-        # A point of the memory table spends no time on a realistic policy.
-        std = 0.02 if flags.get("memory_only") else 1.5
-        x = make(tokens, H, V, dtype, masked, std, device, seed)
-        return x if flags.get("memory_only") else near_policy(x)
-
     return Case(
         op="hidden",
         name=f"N={N} H={H} V={V} {what}",
         dtype=dtype,
-        make=inputs,
+        make=lambda seed, check: make(
+            CHECK_TOKENS if check else N, H, V, dtype, masked, device, seed
+        ),
         expected=in_fp64(timed_loss(eager_loss) if backward else eager_logprobs),
-        contestants=contestants(N, V, backward, device),
+        contestants=[c for c in found if only is None or c.name in only],
         input_bytes=float((N + V) * H * size),
         flops=(6.0 if backward else 2.0) * N * H * V * (1 - masked),
         required=float((N + V) * H * size) if backward else 0.0,
@@ -156,16 +146,17 @@ def sweep(device: torch.device) -> list[Case]:
     """Peak memory over N x V. On a CPU H is small, or it would take hours; above the inputs and
     gradients memory hardly depends on H."""
     H = 1024 if device.type == "cuda" else 16
-    found = []
-    for V in (32768, 131072, 262144):
-        for N in (2048, 8192, 32768):
-            point = case(N, H, V, "bf16", device, sweep=(f"N at V={V}", N), memory_only=True)
-            point.contestants = point.contestants[:2]
-            found.append(point)
-    return found
+    pair = {"only": ("ours", "eager"), "memory_only": True}
+    return [
+        case(N, H, V, "bf16", device, sweep=(f"N at V={V}", N), **pair)
+        for V in (32768, 131072, 262144)
+        for N in (2048, 8192, 32768)
+    ]
 
 
 def build(device: torch.device, size: str) -> list[Case]:
+    """On a CPU a call takes about ten seconds, so that each contestant runs in one dtype only:
+    cut-cross-entropy's CPU path is the compiled eager code."""
     if size == "small":
         shape = (128, 32, 2048)
         return [
@@ -177,15 +168,16 @@ def build(device: torch.device, size: str) -> list[Case]:
         return sweep(device)
     if size == "large":
         return []
-    shape = SHAPES[device.type]
-    found = [
-        case(*shape, "bf16", device, backward=False),
-        case(*shape, "bf16", device, headline=True),
-        case(*shape, "bf16", device, masked=0.4),
-    ]
-    if device.type == "cpu":
-        found += [
-            case(*shape, "fp32", device, headline=True),
-            case(*shape, "fp32", device, masked=0.4, headline=True),
+    shape, pair = SHAPES[device.type], ("ours", "eager")
+    if device.type == "cuda":
+        return [
+            case(*shape, "bf16", device, backward=False, headline=True),
+            case(*shape, "bf16", device, headline=True),
+            case(*shape, "bf16", device, masked=0.4),
         ]
-    return found
+    return [
+        case(*shape, "fp32", device, headline=True, only=(*pair, "liger chunked loss")),
+        case(*shape, "fp32", device, masked=0.4, only=pair),
+        case(*shape, "bf16", device, headline=True, only=(*pair, "liger chunked loss", "cce")),
+        case(*shape, "bf16", device, masked=0.4, only=pair),
+    ]

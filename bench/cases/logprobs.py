@@ -64,7 +64,7 @@ def case(N: int, V: int, dtype: str, mode: str, device: torch.device, **flags: o
     entropy, backward = mode.startswith("entropy"), mode != "forward"
     overwrites = "logits" if mode.endswith("in place") else None
     half = min(DISTINCT_ROWS, N) // 2
-    rows = torch.cat([torch.arange(half), torch.arange(N - half, N)]).to(device)
+    rows = torch.cat([torch.arange(half), torch.arange(N - half, N)])
 
     def timed(function: Function) -> Function:
         upstream = {"logprobs": "g", "entropy": "h"} if entropy else {"logprobs": "g"}
@@ -123,7 +123,7 @@ def build(device: torch.device, size: str) -> list[Case]:
         return [point]
     N, V = SHAPES[device.type]
     return [
-        case(N, V, dtype, mode, device, headline=mode != "forward+backward")
+        case(N, V, dtype, mode, device, headline="in place" in mode)
         for dtype in (("bf16",) if device.type == "cuda" else DTYPES)
         for mode in MODES
     ]

@@ -154,7 +154,7 @@ def merge_partials(partials: Tensor) -> Tensor:
     top = m.amax(0)
     d = m - torch.where(top == -torch.inf, 0.0, top)
     f = torch.exp(d)
-    w = ((w + torch.where(s == 0, 0.0, s * d)) * f).sum(0)
+    w = torch.where(f == 0, 0.0, (w + s * d) * f).sum(0)
     q = [(each * f * f).sum(0) for each in q]
     return torch.stack([top, (s * f).sum(0), w, z_label.amax(0), *q], -1)
 

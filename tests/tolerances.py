@@ -10,6 +10,15 @@ FP32 = {"rtol": 1e-5, "atol": 1e-5}
 BF16_OUT = {"rtol": 2**-8, "atol": 1e-5}
 # Triton's interpreter truncates fp32 -> bf16 instead of rounding: a whole unit of 2^-7.
 BF16_OUT_INTERPRETER = {"rtol": 2**-7, "atol": 1e-5}
+# fp16 output rounded once: half a unit of 2^-10; and truncated by the interpreter.
+FP16_OUT = {"rtol": 2**-11, "atol": 1e-5}
+FP16_OUT_INTERPRETER = {"rtol": 2**-10, "atol": 1e-5}
+# Design section 6: log-probs of fp32 logits with |z| <= 32 over 151936 columns.
+LOGPROBS = {"rtol": 0.0, "atol": 2e-5}
+# Recorded numbers of other projects, mostly fp32 themselves.
+ORACLE = {"rtol": 2e-5, "atol": 3e-5}
+# H of a row with one likely column, eps (1 + |ln eps|), of which the sums keep eps |ln eps|.
+PEAKED_ENTROPY = {"rtol": 0.06, "atol": 0.0}
 # The trainer in fp32 against TRL 0.7.1's recorded run, from weights to weights: fp32 noise of two
 # forwards by different kernels; the largest seen is a tenth to a third of each bound. Real mistakes
 # are far larger: a wrong variance divisor 4e-2, gamma left out 7e-2, a mask off by one 1e-1.

@@ -65,11 +65,11 @@ int64_t pieces_per_row(const LogprobsArgs& a) { return (a.V + LOGPROBS_PIECE - 1
 
 // --------------------------------------------------------------------------------- forward
 
-// Shift the sums from m to `to` >= m. An empty sum stays empty: 0 * -inf never happens.
+// Shift the sums from m to `to` >= m. What vanishes is 0, not 0 * -inf.
 template <class Vec>
 PPO_INLINE void shift(Sums<Vec>& sums, Vec to) {
   Vec by = sums.m - to, factor = exp(by);
-  sums.w = (sums.w + (sums.s == 0 ? Vec{} : sums.s * by)) * factor;
+  sums.w = factor == 0 ? Vec{} : (sums.w + sums.s * by) * factor;
   sums.q *= factor * factor;
   sums.s *= factor;
   sums.m = to;
@@ -124,7 +124,7 @@ void merge(Sums<Real>& a, const Sums<Real>& b) {
   if (b.s == 0) return;
   const Real m = a.m < b.m ? b.m : a.m, da = a.m - m, db = b.m - m;
   const Real fa = real_exp(da), fb = real_exp(db);
-  a.w = (a.w + (a.s == 0 ? 0 : a.s * da)) * fa + (b.w + b.s * db) * fb;
+  a.w = (fa == 0 ? 0 : (a.w + a.s * da) * fa) + (fb == 0 ? 0 : (b.w + b.s * db) * fb);
   a.q = a.q * fa * fa + b.q * fb * fb;
   a.s = a.s * fa + b.s * fb;
   a.m = m;

@@ -67,7 +67,8 @@ def _factors(temperatures_ptr, row, temperature, logit_scale, softcap, CAPPED: t
         return logit_scale / temperature, 1.0
 
 
-@triton.jit
+# B is only divided by: specialising on it would compile anew for other batch sizes.
+@triton.jit(do_not_specialize=["B"])
 def _logprobs_fwd_kernel(
     x_ptr,
     labels_ptr,
@@ -116,9 +117,9 @@ def _logprobs_fwd_kernel(
         e = tl.exp(d)
         rescale = tl.exp(m - shift)
         if ENTROPY:
-            # w = sum e d: no cancellation, unlike lse - E[z]; 0 * -inf at masked columns is 0.
-            moved = tl.where(m == -float("inf"), 0.0, s * (m - shift))
-            w = (w + moved) * rescale + tl.sum(tl.where(e == 0, 0.0, e * d), 0)
+            # w = sum e d: no cancellation, unlike lse - E[z]. What vanishes is 0, not 0 * -inf.
+            w = tl.where(rescale == 0, 0.0, (w + s * (m - shift)) * rescale)
+            w += tl.sum(tl.where(e == 0, 0.0, e * d), 0)
         if SUM_P2:
             q = q * (rescale * rescale) + tl.sum(e * e, 0)
         s = s * rescale + tl.sum(e, 0)
@@ -150,7 +151,7 @@ def _logprobs_fwd_kernel(
             tl.store(sum_p2_ptr + row, tl.where(ignored, 0.0, q / (s * s)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _logprobs_bwd_kernel(
     dx_ptr,
     grad_logp_ptr,
@@ -198,6 +199,8 @@ def _logprobs_bwd_kernel(
     g = tl.where((label >= 0) & (label < vocab_size), g, float("nan"))
     if shard_ptr is not None:
         label -= tl.load(shard_ptr)
+    # Compared with every column: in 32 bits.
+    label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
 
     inner, outer = _factors(temperatures_ptr, row, temperature, logit_scale, softcap, CAPPED)
     x = tl.load(x_row + cols, mask=(cols < V) & ~skipped, other=-float("inf")).to(tl.float32)
@@ -217,10 +220,12 @@ def _logprobs_bwd_kernel(
 
 
 def _rows(logits: Tensor) -> tuple[int, int, int, int, int]:
-    """(A, B, V, stride_a, stride_b) of logits [N, V] or [A, B, V]."""
+    """(A, B, V, stride_a, stride_b) of logits [N, V] or [A, B, V]; A = 1 if one stride does."""
     if logits.dim() == 2:
-        logits = logits.unsqueeze(0)
+        return 1, *logits.shape, 0, logits.stride(0)
     A, B, V = logits.shape
+    if logits.stride(0) == B * logits.stride(1):
+        return 1, A * B, V, 0, logits.stride(1)
     return A, B, V, logits.stride(0), logits.stride(1)
 
 
@@ -349,7 +354,8 @@ def logprobs_bwd_(
     if A * B == 0:
         return
     out = logits if out is None else out
-    *_, out_stride_a, out_stride_b = _rows(out)
+    # out is the logits or contiguous: where one stride serves the logits, it serves out.
+    out_strides = (0, out.stride(-2)) if A == 1 else out.stride()[:2]
     block, warps = block_and_warps(V, logits.element_size())
     tiles = triton.cdiv(V, block)
     with torch.cuda.device_of(logits):
@@ -368,8 +374,7 @@ def logprobs_bwd_(
             tiles,
             stride_a,
             stride_b,
-            out_stride_a,
-            out_stride_b,
+            *out_strides,
             temperature,
             logit_scale,
             softcap,

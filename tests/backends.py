@@ -1,0 +1,56 @@
+"""One test, every backend: the reference, the C++ kernels, the Triton kernels.
+
+Without a GPU the Triton kernels run in the interpreter, on CPU tensors; with one, on it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ppo_kernels import _native, reference
+from ppo_kernels.ops._library import has_kernel
+
+INTERPRETED = not torch.cuda.is_available()
+
+
+class Backend(NamedTuple):
+    name: str
+    device: str
+
+    @property
+    def max_V(self) -> int:
+        """The interpreter takes about 10 ms per program and block of columns."""
+        return 9000 if self.name == "triton" and INTERPRETED else 1 << 20
+
+    @property
+    def has_fp64(self) -> bool:
+        return self.name != "triton"
+
+
+def use(monkeypatch: pytest.MonkeyPatch, name: str, kernels: dict[str, tuple]) -> Backend:
+    """Make the ops in `kernels`, {op: (reference, triton launcher)}, run on backend `name`."""
+    if name == "cpu":
+        assert _native.ensure(), "the C++ kernels did not build"
+        missing = [op for op in kernels if not has_kernel(op, "CPU")]
+        assert not missing, f"no CPU kernel registered for {missing}"
+        return Backend(name, "cpu")
+    if name == "triton" and not INTERPRETED:
+        return Backend(name, "cuda")
+    for op, implementations in kernels.items():
+        implementation: Callable = implementations[name == "triton"]
+        monkeypatch.setattr(torch.ops.ppo_kernels, op, implementation)
+    return Backend(name, "cpu")
+
+
+def logprob_kernels() -> dict[str, tuple]:
+    from ppo_kernels.kernels import logprobs as kernels
+    from ppo_kernels.ops.logprobs import _bwd_inplace_reference
+
+    return {
+        "logprobs_fwd": (reference.logprobs_fwd, kernels.logprobs_fwd),
+        "logprobs_partials": (reference.logprobs_partials, kernels.logprobs_partials),
+        "logprobs_bwd": (reference.logprobs_bwd, kernels.logprobs_bwd),
+        "logprobs_bwd_": (_bwd_inplace_reference, kernels.logprobs_bwd_),
+    }

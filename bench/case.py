@@ -52,6 +52,10 @@ class Case:
     memory_only: bool = False  # a point of a table of peak memory: never timed
     tokens: int = 0  # the table says tokens per second
 
+    def __post_init__(self) -> None:
+        if self.sweep:  # two sweeps may share a point
+            self.name += f", sweep of {self.sweep[0]}"
+
     @property
     def key(self) -> str:
         return f"{self.op}: {self.name} {self.dtype}"

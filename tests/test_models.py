@@ -207,12 +207,17 @@ def theirs(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> tuple
 
 
 def gradients(model: nn.Module, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Of every trained parameter, of a loss that weighs each token differently."""
+    """Of every trained parameter, of a loss that weighs each token differently.
+
+    In units of the largest entry of all (if above 1): rounding errors are of that size.
+    """
     weights = torch.linspace(-1, 1, outputs[0].numel()).view_as(outputs[0])
     loss = (weights * outputs[0]).sum() + (weights.flip(0) * outputs[1]).sum()
     model.zero_grad()
     loss.backward()
-    return {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    grads = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    unit = max(1.0, *(float(g.abs().max()) for g in grads.values()))
+    return {k: g / unit for k, g in grads.items()}
 
 
 def assert_same_path(model: nn.Module) -> None:

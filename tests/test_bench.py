@@ -187,7 +187,7 @@ def test_peak_memory_is_measured_in_a_fresh_process():
 
 # A measurement: a ratio, a time, a rate, or memory in the units that the reports use.
 FIGURE = re.compile(
-    r"(?<![\w.])~?\d[\d,.]*(?:e[+-]?\d+)?\s?"
+    r"(?<![\w.])~?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?\s?"
     r"(?:x(?![\w])|×|times\b|us\b|µs\b|ms\b|GB/s|TB/s|[GT]flop/s|tokens/s|tok/s|MiB\b|GiB\b)"
 )
 
@@ -213,7 +213,7 @@ def test_the_figure_check_can_fail():
     assert unsupported("1.26 ms", results) == ["1.26ms"]
     assert unsupported("up to 10x faster", results) == ["10x"]
     assert unsupported("100 times the loop at 22 GB/s", results) == ["100times", "22GB/s"]
-    assert unsupported("V = 151936, Python 3.10, 512x4 blocks, x86", results) == []
+    assert unsupported("V = 151936, Python 3.10, transformers 5.x, x86", results) == []
 
 
 def test_the_readme_table_is_the_one_that_the_results_give():

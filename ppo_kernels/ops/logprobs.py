@@ -59,7 +59,7 @@ define(
     triton_module="logprobs",
 )
 define(
-    f"logprobs_partials(Tensor logits, Tensor labels, {TRANSFORM}, Tensor shard, bool sum_p2)"
+    f"logprobs_partials(Tensor logits, Tensor labels, {TRANSFORM}, Tensor? shard, bool sum_p2)"
     " -> Tensor",
     reference.logprobs_partials,
     _partials_fake,

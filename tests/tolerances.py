@@ -31,3 +31,13 @@ TRL_STATS = {"rel": 1e-5, "abs": 5e-5}
 TRL_PARAMETERS = {"rtol": 0.0, "atol": 2e-6}
 # And relative to how far the parameters moved: |after - mine| / |after - before|.
 TRL_MOVED = 1e-4
+# The same rows in another padding, batch or micro-batch: fp32 sums in another order, two layers.
+REORDERED = {"rtol": 1e-5, "atol": 2e-5}
+# Parameters after Adam steps on gradients that differ by such noise; Adam divides by |g|, so the
+# atol is a small part of one step (learning rate 1e-3), the rest is agreement to fp32.
+STEPPED = {"rtol": 1e-4, "atol": 5e-5}
+# Parameters after SGD steps with micro-batches of another size: the noise itself, times lr.
+STEPPED_SGD = {"rtol": 1e-5, "atol": 1e-6}
+# A bf16 model or bf16 autocast against fp32, per log-prob of a tiny model: a few units of 2^-8 on
+# logits of size ten.
+BF16_LOGPROBS = {"rtol": 0.0, "atol": 0.3}

@@ -1,15 +1,15 @@
 """PPOConfig: every setting of the trainer, validated when it is made."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 from ppo_kernels.ops._checks import choice, number
 
-KL_KINDS = {
-    **{"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"},
-    **{"abs": "abs", "full": "full"},
-}
+# Names of the reward's KL estimators, TRL's first -> those of ppo_kernels.kl_penalty.
+KL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs", "full": "full"}
+KL_KINDS |= {"k1": "k1", "k2": "k2", "k3": "k3"}
 AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-divisor")
 # What other trainers call it -> what it is called here.
 RENAMED = {
@@ -31,148 +31,92 @@ RENAMED = {
 
 @dataclass
 class PPOConfig:
-    """Settings of PPOTrainer; "TRL" below is TRL 0.7.1, where most names and defaults come from.
+    """Settings of PPOTrainer. Names and defaults are TRL 0.7.1's unless a comment says otherwise.
 
-    Batches (sizes count responses of one process)
-      batch_size 128: the most responses one step takes, and what dataloader and train() give.
-      mini_batch_size 32: responses per optimizer step; the last one of an epoch may be smaller.
-      micro_batch_size None: responses per forward, for memory only. None: mini_batch_size.
-      ppo_epochs 4: passes over the batch (TRL). shuffle True: a new order in each.
-      steps None: how many steps train() makes. seed 0: shuffling and sampling, offset per rank.
-    Optimiser
-      learning_rate 1e-5: Adam without decay (TRL). value_learning_rate None: of the value
-      parameters; None: the same. max_grad_norm 1.0: None does not clip (TRL's own default).
-      critic_warmup_steps 0: first steps in which policy parameters stay as they are (verl).
-      bf16 False: forwards under bfloat16 autocast. disable_dropout True: ratios start at 1.
-    KL to the reference
-      kl_penalty "kl": estimator in the reward; kl|k1, mse|k2, low_var_kl|k3, abs, or full (the
-      sum over the vocabulary). kl_placement "token": at each action; or "terminal_mean".
-      init_kl_coef 0.2, adap_kl_ctrl True, target 6.0, horizon 10000: the controller (TRL; Ziegler
-      et al. 2019). kl_unit "sequence": target is in nats per response (TRL), or "token" (verl).
-      kl_loss_coef 0.0: KL in the loss (k3 value, k2 gradient) instead of in the reward.
-    GAE, rewards and scores
-      gamma 1.0, lam 0.95. bootstrap_truncated False: V after the last action of a truncated
-      response instead of 0. whiten_rewards False (TRL 0.7.3), whiten_advantages True.
-      use_score_scaling False, use_score_norm False: divide by the running std, subtract the
-      running mean first (TRL). score_clip None: then clip to [-c, c]. missing_eos_penalty None:
-      then subtract it from responses without EOS (TRL 0.12).
-    Loss
-      cliprange 0.2, cliprange_high None (DAPO; None: cliprange), dual_clip None (Ye et al. 2020),
-      cliprange_value 0.2 (None: off), vf_coef 0.1, ent_coef 0.0, ptx_coef 0.0 (InstructGPT: 27.8).
-      loss_agg_mode "token-mean": over the tokens of the minibatch on all ranks; or
-      "seq-mean-token-mean", "seq-mean-token-sum", "constant-divisor" (sum / loss_divisor, Dr.GRPO).
-      rollout_is_cap None: truncated importance weights exp(old - rollout_logprobs), capped here.
-    Guards
-      ratio_threshold 10.0: a minibatch whose mean ratio exceeds it is skipped (TRL). None: off.
-      early_stopping False, target_kl 0.1: leave the epochs, before stepping, once
-      KL(old || new) > 1.5 target_kl.
-    Sampling
-      temperature 1.0: divides the logits of generate, policy and reference alike.
-      min_new_tokens 0: EOS cannot be chosen before so many tokens; in all three again.
+    Batch sizes count responses on one rank. A field that may be None is off when it is.
     """
 
-    batch_size: int = 128
-    mini_batch_size: int = 32
-    micro_batch_size: int | None = None
-    ppo_epochs: int = 4
-    shuffle: bool = True
-    steps: int | None = None
-    seed: int = 0
-    learning_rate: float = 1e-5
-    value_learning_rate: float | None = None
-    max_grad_norm: float | None = 1.0
-    critic_warmup_steps: int = 0
-    bf16: bool = False
-    disable_dropout: bool = True
-    kl_penalty: str = "kl"
-    kl_placement: str = "token"
+    # Batches
+    batch_size: int = 128  # most responses per step; what dataloader and train() give (TRL: 256)
+    mini_batch_size: int = 32  # responses per optimizer step; the last may be smaller (TRL: 1)
+    micro_batch_size: int | None = None  # responses per forward, for memory; None: mini_batch_size
+    ppo_epochs: int = 4  # passes over a batch
+    shuffle: bool = True  # a new order of rows in each pass
+    steps: int | None = None  # steps that train() makes in all (TRL: 20000)
+    seed: int = 0  # of shuffling and sampling, offset by rank
+    # Optimiser
+    learning_rate: float = 1e-5  # of Adam without weight decay
+    value_learning_rate: float | None = None  # of value parameters; None: learning_rate (own)
+    max_grad_norm: float | None = 1.0  # joint norm of all gradients (TRL: None)
+    critic_warmup_steps: int = 0  # first steps that leave the policy's parameters alone (verl)
+    bf16: bool = False  # forwards under bfloat16 autocast (own)
+    disable_dropout: bool = True  # so that ratios start at 1 (Huang et al. 2024)
+    # KL to the reference
+    kl_penalty: str = "kl"  # in the reward: kl=k1, mse=k2, low_var_kl=k3, abs, full (over V)
+    kl_placement: str = "token"  # or "terminal_mean": its mean on the last action (own)
     init_kl_coef: float = 0.2
-    adap_kl_ctrl: bool = True
-    target: float = 6.0
+    adap_kl_ctrl: bool = True  # Ziegler et al. 2019
+    target: float = 6.0  # of the mean KL, in kl_unit
     horizon: float = 10_000
-    kl_unit: str = "sequence"
-    kl_loss_coef: float = 0.0
+    kl_unit: str = "sequence"  # nats per response; or "token" (verl)
+    kl_loss_coef: float = 0.0  # KL in the loss instead, k3 with the gradient of k2 (verl)
+    # Scores, rewards, advantages
+    use_score_scaling: bool = False  # divide by the running std
+    use_score_norm: bool = False  # and subtract the running mean first
+    score_clip: float | None = None  # then clip to [-score_clip, score_clip]
+    missing_eos_penalty: float | None = None  # then subtract from responses without EOS (TRL 0.12)
+    whiten_rewards: bool = False  # masked_whiten(shift_mean=False) (TRL 0.7.3)
     gamma: float = 1.0
     lam: float = 0.95
-    bootstrap_truncated: bool = False
-    whiten_rewards: bool = False
-    whiten_advantages: bool = True
-    use_score_scaling: bool = False
-    use_score_norm: bool = False
-    score_clip: float | None = None
-    missing_eos_penalty: float | None = None
+    bootstrap_truncated: bool = False  # V, not 0, follows a truncated response (SB3, own)
+    whiten_advantages: bool = True  # over the batch of all ranks
+    # Loss
     cliprange: float = 0.2
-    cliprange_high: float | None = None
-    dual_clip: float | None = None
+    cliprange_high: float | None = None  # upper clip; None: cliprange (DAPO)
+    dual_clip: float | None = None  # bound on r where A < 0 (Ye et al. 2020; verl: 3.0)
     cliprange_value: float | None = 0.2
     vf_coef: float = 0.1
-    ent_coef: float = 0.0
-    ptx_coef: float = 0.0
-    loss_agg_mode: str = "token-mean"
-    loss_divisor: float | None = None
-    rollout_is_cap: float | None = None
-    ratio_threshold: float | None = 10.0
-    early_stopping: bool = False
+    ent_coef: float = 0.0  # entropy bonus (Schulman et al. 2017)
+    ptx_coef: float = 0.0  # weight of ptx_batch's LM loss (InstructGPT: 27.8)
+    loss_agg_mode: str = "token-mean"  # of the minibatch on all ranks; see AGG_MODES (verl)
+    loss_divisor: float | None = None  # of "constant-divisor": sum / loss_divisor (Dr. GRPO)
+    rollout_is_cap: float | None = None  # cap of weights exp(old - rollout_logprobs) (TIS; verl: 2)
+    # Guards
+    ratio_threshold: float | None = 10.0  # skip a minibatch whose mean ratio exceeds it
+    early_stopping: bool = False  # end the passes once KL(old || new) > 1.5 target_kl
     target_kl: float = 0.1
-    temperature: float = 1.0
-    min_new_tokens: int = 0
+    # Sampling; in generate, policy and reference alike
+    temperature: float = 1.0  # divides the logits (TRL: only at generation)
+    min_new_tokens: int = 0  # EOS has probability 0 before (own)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "mini_batch_size", "ppo_epochs"):
-            self._integer(name, 1)
-        for name in ("micro_batch_size", "steps"):
-            self._integer(name, 1, optional=True)
-        for name in ("critic_warmup_steps", "min_new_tokens", "seed"):
-            self._integer(name, 0)
         for field in dataclasses.fields(self):
-            if field.type is bool and not isinstance(getattr(self, field.name), bool):
-                got = getattr(self, field.name)
-                raise TypeError(f"{field.name} must be True or False, got {got!r}")
-        for name in ("gamma", "lam"):
-            number(name, getattr(self, name), 0, 1)
-        for name in ("learning_rate", "init_kl_coef", "kl_loss_coef", "cliprange", "vf_coef"):
-            number(name, getattr(self, name), 0)
-        for name in ("ent_coef", "ptx_coef"):
-            number(name, getattr(self, name), 0)
-        for name in ("target", "horizon", "target_kl", "temperature"):
-            number(name, getattr(self, name), 0, above=True)
-        for name in ("value_learning_rate", "cliprange_high", "missing_eos_penalty"):
-            self._optional(name, 0)
-        for name in ("max_grad_norm", "score_clip", "cliprange_value", "loss_divisor"):
-            self._optional(name, 0, above=True)
-        for name in ("rollout_is_cap", "ratio_threshold"):
-            self._optional(name, 0, above=True)
-        self._optional("dual_clip", 1, above=True)
+            value = getattr(self, field.name)
+            if value is None and "None" in str(field.type):
+                continue
+            if field.type is bool:
+                if not isinstance(value, bool):
+                    raise TypeError(f"{field.name} must be True or False, got {value!r}")
+            elif field.type in (int, int | None):
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise TypeError(f"{field.name} must be an integer, got {value!r}")
+                low = 0 if field.name in ("critic_warmup_steps", "seed", "min_new_tokens") else 1
+                number(field.name, value, low)
+            elif field.type in (float, float | None):
+                low, high, above = _RANGES.get(field.name, (0, None, False))
+                number(field.name, value, low, high, above)
         choice("kl_penalty", self.kl_penalty, tuple(KL_KINDS))
         choice("kl_placement", self.kl_placement, ("token", "terminal_mean"))
         choice("kl_unit", self.kl_unit, ("sequence", "token"))
         choice("loss_agg_mode", self.loss_agg_mode, AGG_MODES)
         self._check_consistent()
 
-    def _integer(self, name: str, low: int, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if value < low:
-            raise ValueError(f"{name} must be >= {low}, got {value}")
-
-    def _optional(self, name: str, low: float, above: bool = False) -> None:
-        if getattr(self, name) is not None:
-            number(name, getattr(self, name), low, above=above)
-
     def _check_consistent(self) -> None:
-        if self.mini_batch_size > self.batch_size:
-            raise ValueError(
-                f"mini_batch_size must be <= batch_size = {self.batch_size}, "
-                f"got {self.mini_batch_size}"
-            )
-        if self.micro_batch_size is not None and self.micro_batch_size > self.mini_batch_size:
-            raise ValueError(
-                f"micro_batch_size must be <= mini_batch_size = {self.mini_batch_size}, "
-                f"got {self.micro_batch_size}"
-            )
+        sizes = ("micro_batch_size", "mini_batch_size", "batch_size")
+        for small, large in itertools.pairwise(sizes):
+            a, b = getattr(self, small), getattr(self, large)
+            if a is not None and a > b:
+                raise ValueError(f"{small} must be <= {large} = {b}, got {a}")
         if self.use_score_norm and not self.use_score_scaling:
             raise ValueError("use_score_norm=True needs use_score_scaling=True, got False")
         if (self.loss_agg_mode == "constant-divisor") != (self.loss_divisor is not None):
@@ -185,15 +129,23 @@ class PPOConfig:
                 f"kl_loss_coef={self.kl_loss_coef} puts the KL into the loss and init_kl_coef="
                 f"{self.init_kl_coef} into the reward: set one of them to 0"
             )
-        if self.kl_penalty == "full" and self.kl_placement != "token":
-            raise ValueError("kl_penalty='full' needs kl_placement='token'")
+        if self.kl_penalty == "full" and (self.kl_placement != "token" or self.min_new_tokens):
+            raise ValueError("kl_penalty='full' needs kl_placement='token' and min_new_tokens=0")
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "PPOConfig":
         """PPOConfig(**fields); an unknown field is named, with its name here if it has one."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in fields:
-            if name not in known:
-                hint = f"; here it is {RENAMED[name]}" if name in RENAMED else ""
-                raise ValueError(f"PPOConfig has no field {name!r}{hint}")
+        for name in fields.keys() - {f.name for f in dataclasses.fields(cls)}:
+            hint = f"; here it is {RENAMED[name]}" if name in RENAMED else ""
+            raise ValueError(f"PPOConfig has no field {name!r}{hint}")
         return cls(**fields)
+
+
+# (low, high, whether low itself is excluded) of numbers that may not be just anything >= 0.
+_POSITIVE = (0, None, True)
+_RANGES = {
+    **{"gamma": (0, 1, False), "lam": (0, 1, False), "dual_clip": (1, None, True)},
+    **dict.fromkeys(("target", "horizon", "target_kl", "temperature"), _POSITIVE),
+    **dict.fromkeys(("max_grad_norm", "score_clip", "cliprange_value"), _POSITIVE),
+    **dict.fromkeys(("loss_divisor", "rollout_is_cap", "ratio_threshold"), _POSITIVE),
+}

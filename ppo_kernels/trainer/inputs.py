@@ -2,30 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-
-@dataclass
-class Limits:
-    """What one model and configuration accept."""
-
-    batch_size: int
-    vocab_size: int | None
-    max_length: int | None
-    eos_ids: list[int]
-    start_token_id: int | None
-    min_new_tokens: int
-    need_rollout_logprobs: bool
-    one_score_only: bool
+from ppo_kernels.trainer.config import PPOConfig
 
 
-@dataclass
-class Inputs:
-    """Checked rows, on the CPU. token_scores and rollout_logprobs are flat over response tokens."""
+class Inputs(NamedTuple):
+    """Checked rows on the CPU; token_scores and rollout_logprobs are flat over response tokens."""
 
     queries: list[Tensor]
     responses: list[Tensor]
@@ -37,139 +23,145 @@ class Inputs:
     truncated: Tensor
 
 
-def check_inputs(
-    limits: Limits,
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    scores: Any,
-    response_masks: Sequence[Tensor] | None,
-    truncated: Sequence[bool] | None,
-    token_scores: Sequence[Tensor] | None,
-    rollout_logprobs: Sequence[Tensor] | None,
-) -> Inputs:
-    """Every error names the argument and the row. Nothing that came in is changed."""
-    B = len(queries)
-    given = {"responses": responses, "scores": scores, "response_masks": response_masks}
-    given |= {"truncated": truncated, "token_scores": token_scores}
-    given |= {"rollout_logprobs": rollout_logprobs}
-    for name, x in given.items():
-        if x is not None and len(x) != B:
-            raise ValueError(f"{name} must have one entry per query, {B}, got {len(x)}")
-    if len(queries) > limits.batch_size:
-        raise ValueError(f"queries must be at most batch_size = {limits.batch_size}, got {B}")
-    if limits.need_rollout_logprobs and rollout_logprobs is None:
-        raise ValueError("rollout_is_cap needs rollout_logprobs, got None")
-    queries = [_ids("queries", i, q, limits.vocab_size) for i, q in enumerate(queries)]
-    responses = [_response(i, r, limits) for i, r in enumerate(responses)]
-    skip = 0 if limits.start_token_id is None else 1
-    for i, (q, r) in enumerate(zip(queries, responses)):
-        if not len(q):
-            raise ValueError(f"queries[{i}] is empty: the first action needs a token before it")
-        if limits.max_length is not None and len(q) + len(r) > limits.max_length:
+class InputChecker:
+    """The limits of one model and configuration. Errors name argument and row; nothing changes."""
+
+    def __init__(self, cfg: PPOConfig, model_config: Any, eos_ids: list[int], start: int | None):
+        self.cfg, self.start_token_id = cfg, start
+        self.eos = torch.tensor(eos_ids, dtype=torch.int64)
+        self.vocab_size = getattr(model_config, "vocab_size", None)
+        length = getattr(model_config, "max_position_embeddings", None)
+        self.max_length = length if start is None else None
+
+    def __call__(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        scores: Any,
+        response_masks: Sequence[Tensor] | None = None,
+        truncated: Sequence[bool] | None = None,
+        token_scores: Sequence[Tensor] | None = None,
+        rollout_logprobs: Sequence[Tensor] | None = None,
+    ) -> Inputs:
+        lists = {"responses": responses, "scores": scores, "response_masks": response_masks}
+        lists |= {"truncated": truncated, "token_scores": token_scores}
+        for name, x in (lists | {"rollout_logprobs": rollout_logprobs}).items():
+            if x is not None and len(x) != len(queries):
+                raise ValueError(
+                    f"{name} must have one entry per query, {len(queries)}, got {len(x)}"
+                )
+        if len(queries) > self.cfg.batch_size:
             raise ValueError(
-                f"queries[{i}] and responses[{i}] have {len(q) + len(r)} tokens together, "
-                f"the model takes at most {limits.max_length}"
+                f"queries must be at most batch_size = {self.cfg.batch_size}, got {len(queries)}"
             )
-    rows = [_row_scores(i, s, len(r), limits) for i, (s, r) in enumerate(zip(scores, responses))]
-    extra = _per_token("token_scores", token_scores, responses, 0.0)
-    flat = [row + more for (_, row), more in zip(rows, extra)]
-    behaviour = _per_token("rollout_logprobs", rollout_logprobs, responses, math.nan)
-    eos = torch.tensor(limits.eos_ids, dtype=torch.int64)
-    finished = [bool(torch.isin(r[skip:], eos).any()) for r in responses]
-    cut = [not f for f in finished] if truncated is None else [bool(t) for t in truncated]
-    return Inputs(
-        queries=queries,
-        responses=responses,
-        masks=[m.bool() for m in _per_token("response_masks", response_masks, responses, 1.0)],
-        scores=torch.tensor([score for score, _ in rows], dtype=torch.float64),
-        token_scores=torch.cat([torch.empty(0), *(x[skip:] for x in flat)]),
-        rollout_logprobs=torch.cat([torch.empty(0), *(x[skip:] for x in behaviour)]),
-        finished=torch.tensor(finished, dtype=torch.bool),
-        truncated=torch.tensor(cut, dtype=torch.bool),
-    )
-
-
-def _ids(name: str, i: int, x: Any, vocab_size: int | None) -> Tensor:
-    if not isinstance(x, Tensor) or x.dim() != 1 or x.is_floating_point() or x.dtype == torch.bool:
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}[{i}] must be a 1-D tensor of token ids, got {got}")
-    x = x.detach().long().cpu()
-    if x.numel() and (x.min() < 0 or (vocab_size is not None and x.max() >= vocab_size)):
-        raise ValueError(
-            f"{name}[{i}] must hold ids from 0 to the vocabulary's {vocab_size}, "
-            f"got {int(x.min())} to {int(x.max())}"
+        if self.cfg.rollout_is_cap is not None and rollout_logprobs is None:
+            raise ValueError("rollout_is_cap needs rollout_logprobs, got None")
+        queries = [self.ids(f"queries[{i}]", q) for i, q in enumerate(queries)]
+        responses = [self._response(i, q, r) for i, (q, r) in enumerate(zip(queries, responses))]
+        pairs = [self._score(i, s, r) for i, (s, r) in enumerate(zip(scores, responses))]
+        extra = _per_token("token_scores", token_scores, responses, 0.0)
+        behaviour = _per_token("rollout_logprobs", rollout_logprobs, responses, math.nan)
+        skip = 0 if self.start_token_id is None else 1  # the start token is no action
+        none = torch.empty(0)
+        finished = [bool(torch.isin(r[skip:], self.eos).any()) for r in responses]
+        truncated = [not f for f in finished] if truncated is None else map(bool, truncated)
+        return Inputs(
+            queries,
+            responses,
+            masks=_per_token("response_masks", response_masks, responses, 1.0),
+            scores=torch.tensor([score for score, _ in pairs], dtype=torch.float64),
+            token_scores=torch.cat([none, *((a + b)[skip:] for (_, a), b in zip(pairs, extra))]),
+            rollout_logprobs=torch.cat([none, *(x[skip:] for x in behaviour)]),
+            finished=torch.tensor(finished, dtype=torch.bool),
+            truncated=torch.tensor(list(truncated), dtype=torch.bool),
         )
-    return x
 
+    def ids(self, name: str, x: Any) -> Tensor:
+        """A 1-D integer tensor of known tokens, as int64 on the CPU."""
+        if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int64, torch.int32):
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be a 1-D tensor of token ids, got {got}")
+        x = x.detach().long().cpu()
+        if x.numel() and (x.min() < 0 or (self.vocab_size and x.max() >= self.vocab_size)):
+            raise ValueError(
+                f"{name} must hold ids >= 0 and below the vocabulary's {self.vocab_size}, "
+                f"got {int(x.min())} to {int(x.max())}"
+            )
+        return x
 
-def _response(i: int, x: Any, limits: Limits) -> Tensor:
-    x = _ids("responses", i, x, limits.vocab_size)
-    if limits.start_token_id is not None and (not len(x) or x[0] != limits.start_token_id):
-        x = torch.cat([torch.tensor([limits.start_token_id]), x])
-    early = x[: limits.min_new_tokens]
-    if torch.isin(early, torch.tensor(limits.eos_ids, dtype=torch.int64)).any():
-        raise ValueError(f"responses[{i}] ends before min_new_tokens = {limits.min_new_tokens}")
-    return x
+    def _response(self, i: int, query: Tensor, response: Any) -> Tensor:
+        x = self.ids(f"responses[{i}]", response)
+        if self.start_token_id is not None and (not len(x) or x[0] != self.start_token_id):
+            x = torch.cat([torch.tensor([self.start_token_id]), x])
+        if not len(query):
+            raise ValueError(f"queries[{i}] is empty: the first action needs a token before it")
+        if self.max_length and len(query) + len(x) > self.max_length:
+            raise ValueError(
+                f"queries[{i}] and responses[{i}] have {len(query) + len(x)} tokens together, "
+                f"the model takes at most {self.max_length}"
+            )
+        if torch.isin(x[: self.cfg.min_new_tokens], self.eos).any():
+            least = self.cfg.min_new_tokens
+            raise ValueError(f"responses[{i}] ends before min_new_tokens = {least}")
+        return x
 
+    def _score(self, i: int, score: Any, response: Tensor) -> tuple[float, Tensor]:
+        """(score of the whole response, rewards of its tokens)."""
+        n, x = len(response), torch.as_tensor(score, dtype=torch.float32).detach().cpu()
+        if not torch.isfinite(x).all():
+            raise ValueError(f"scores[{i}] must be finite, got {x.tolist()}")
+        if x.numel() == 1 and x.dim() <= 1:
+            return float(x), torch.zeros(n)
+        if tuple(x.shape) != (n,):
+            raise ValueError(
+                f"scores[{i}] must be a number, or one reward for each of the {n} response tokens, "
+                f"got shape {tuple(x.shape)}"
+            )
+        if self.cfg.use_score_scaling:
+            raise ValueError(
+                f"scores[{i}] has one reward per token, but use_score_scaling needs a number"
+            )
+        return 0.0, x
 
-def _row_scores(i: int, score: Any, n: int, limits: Limits) -> tuple[float, Tensor]:
-    """(score of the whole response, rewards of its tokens)."""
-    x = torch.as_tensor(score, dtype=torch.float32).detach().cpu()
-    if not torch.isfinite(x).all():
-        raise ValueError(f"scores[{i}] must be finite, got {x.tolist()}")
-    if x.numel() == 1 and x.dim() <= 1:
-        return float(x), torch.zeros(n)
-    if tuple(x.shape) != (n,):
-        raise ValueError(
-            f"scores[{i}] must be a number, or one reward for each of the {n} response tokens, "
-            f"got shape {tuple(x.shape)}"
-        )
-    if limits.one_score_only:
-        raise ValueError(f"scores[{i}] has one reward per token; use_score_scaling needs a number")
-    return 0.0, x
+    def ptx(self, batch: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """ptx_batch as (query, response, mask) rows for collate; a first token is only context."""
+        if batch is None:
+            return []
+        if not self.cfg.ptx_coef:
+            raise ValueError("ptx_batch needs ptx_coef > 0 in PPOConfig, got 0")
+        if hasattr(batch, "keys"):
+            ids = [
+                self.ids(f"ptx_batch['input_ids'][{i}]", x)
+                for i, x in enumerate(batch["input_ids"])
+            ]
+            real = batch.get("attention_mask", [torch.ones_like(x) for x in ids])
+            labels = batch.get("labels", [torch.zeros_like(x) for x in ids])
+            rows = [
+                (x[m.cpu() != 0], (y.cpu() != -100)[m.cpu() != 0])
+                for x, m, y in zip(ids, real, labels)
+            ]
+        elif self.start_token_id is None:
+            rows = [self.ids(f"ptx_batch[{i}]", x) for i, x in enumerate(batch)]
+            rows = [(x, torch.ones_like(x)) for x in rows]
+        else:
+            pairs = [[self.ids(f"ptx_batch[{i}]", x) for x in pair] for i, pair in enumerate(batch)]
+            start = torch.tensor([self.start_token_id])
+            targets = [torch.cat([start, target]) for _, target in pairs]
+            return [(s, t, torch.ones_like(t)) for (s, _), t in zip(pairs, targets)]
+        return [(x[:1], x[1:], mask[1:]) for x, mask in rows if len(x) > 1]
 
 
 def _per_token(
     name: str, rows: Sequence[Any] | None, responses: list[Tensor], fill: float
 ) -> list[Tensor]:
-    """One fp32 number per response token; `fill` if nothing was given."""
+    """One finite fp32 number per response token; `fill` if nothing was given."""
     if rows is None:
         return [torch.full((len(r),), fill) for r in responses]
-    out = []
-    for i, (row, r) in enumerate(zip(rows, responses)):
-        x = torch.as_tensor(row).detach().cpu().float()
-        if tuple(x.shape) != (len(r),):
+    out = [torch.as_tensor(row).detach().cpu().float() for row in rows]
+    for i, (x, r) in enumerate(zip(out, responses)):
+        if tuple(x.shape) != (len(r),) or not torch.isfinite(x).all():
             raise ValueError(
-                f"{name}[{i}] must have one entry for each of the {len(r)} response tokens, "
-                f"got shape {tuple(x.shape)}"
+                f"{name}[{i}] must have one finite entry for each of the {len(r)} response tokens, "
+                f"got shape {tuple(x.shape)}: {x.flatten()[:8].tolist()}"
             )
-        if not torch.isfinite(x).all():
-            raise ValueError(f"{name}[{i}] must be finite, got {x.tolist()}")
-        out.append(x)
     return out
-
-
-def ptx_rows(batch: Any, start_token_id: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """ptx_batch as (query, response, mask) rows for collate; the first token is only context."""
-    if batch is None:
-        return []
-    rows = []
-    if hasattr(batch, "keys"):
-        ids = batch["input_ids"]
-        attention = batch.get("attention_mask")
-        labels = batch.get("labels")
-        for i, row in enumerate(ids):
-            real = torch.ones_like(row) if attention is None else attention[i]
-            kept = row[real != 0].cpu()
-            mask = torch.ones_like(kept) if labels is None else labels[i][real != 0].cpu() != -100
-            rows.append((kept, mask))
-    elif start_token_id is None:
-        rows = [(_ids("ptx_batch", i, x, None), torch.ones(len(x))) for i, x in enumerate(batch)]
-    else:
-        start = torch.tensor([start_token_id])
-        out = []
-        for source, target in batch:
-            target = torch.cat([start, target.cpu()])
-            out.append((source.cpu(), target, torch.ones(len(target))))
-        return out
-    return [(ids[:1], ids[1:], mask[1:]) for ids, mask in rows if len(ids) > 1]

@@ -1,7 +1,7 @@
 """The processes that share one global batch. One process alone needs no torch.distributed."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,21 +14,19 @@ BUCKET_ELEMENTS = 1 << 25
 class Ranks:
     """Sums, maxima and gradients over the ranks of `group`; every rank must make the same calls.
 
-    Without a group, all ranks of torch.distributed if it is initialised. Under `torchrun` or
-    `accelerate launch`, accelerate initialises it. Gradients are summed, not averaged: the losses
-    carry global denominators, so a rank without a single response adds exactly nothing.
+    group None: all ranks, if torch.distributed is initialised; under `torchrun` or `accelerate
+    launch`, accelerate initialises it. Gradients are summed, not averaged: the losses carry
+    global denominators, so a rank without a single response adds exactly nothing.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        if group is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            if not dist.is_initialized():
-                from accelerate import PartialState
+    def __init__(self, group: Any, device: torch.device) -> None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            from accelerate import PartialState
 
-                PartialState()
+            PartialState()
+        if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        elif group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        self.group = group
+        self.group, self.device = group, device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
@@ -51,33 +49,36 @@ class Ranks:
             dist.all_gather_object(out, x, group=self.group)
         return out
 
-    def fail_together(self, error: Exception | None, device: torch.device) -> None:
-        """Raise this rank's error; if only other ranks have one, raise too instead of hanging."""
-        failed = self.max(torch.tensor(float(error is not None), device=device))
+    def together(self, work: Callable[..., Any], *args: Any) -> Any:
+        """work(*args) on every rank; where one raises, all raise instead of waiting for it."""
+        result, error = None, None
+        try:
+            result = work(*args)
+        except Exception as e:
+            error = e
+        failed = self.size > 1 and self.max(torch.tensor(float(error is not None)).to(self.device))
         if error is not None:
             raise error
-        if self.size > 1 and failed.item():
-            raise RuntimeError("another rank was given bad input; its error says which")
+        if failed:
+            raise RuntimeError("another rank failed before this step; its own error says why")
+        return result
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's values, everywhere."""
-        if self.size > 1:
-            for x in tensors:
-                dist.broadcast(x.data, group=self.group, group_src=0)
+        for x in tensors if self.size > 1 else ():
+            dist.broadcast(x.data, group=self.group, group_src=0)
 
     def sum_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Sum .grad over ranks, in buckets; where a rank has none it joins with zeros."""
-        if self.size == 1:
-            return
-        bucket: list[torch.nn.Parameter] = []
-        for i, p in enumerate(parameters):
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            bucket.append(p)
-            after = parameters[i + 1] if i + 1 < len(parameters) else None
-            full = sum(q.numel() for q in bucket) >= BUCKET_ELEMENTS
-            if full or after is None or (after.dtype, after.device) != (p.dtype, p.device):
-                flat = self.sum(torch.cat([q.grad.reshape(-1) for q in bucket]))
-                for q, g in zip(bucket, flat.split([q.numel() for q in bucket])):
-                    q.grad.copy_(g.view_as(q))
-                bucket = []
+        """Sum .grad over ranks, in flat buckets; a rank that has none joins with zeros."""
+        buckets: list[list[Tensor]] = []
+        for p in parameters if self.size > 1 else ():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            last = buckets[-1] if buckets else []
+            full = sum(g.numel() for g in last) >= BUCKET_ELEMENTS
+            if not last or full or (last[0].dtype, last[0].device) != (p.dtype, p.device):
+                buckets.append([])
+            buckets[-1].append(p.grad)
+        for grads in buckets:
+            flat = self.sum(torch.cat([g.reshape(-1) for g in grads]))
+            for g, total in zip(grads, flat.split([g.numel() for g in grads])):
+                g.copy_(total.view_as(g))

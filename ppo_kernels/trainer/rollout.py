@@ -1,7 +1,6 @@
 """From ragged queries and responses to tensors: `collate`, the one place that shifts; `Rollout`."""
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,43 +13,38 @@ from ppo_kernels.ops._checks import choice
 
 @dataclass
 class Batch:
-    """One forward's inputs, and where its actions are.
+    """One forward's inputs and where its actions are: B rows of L tokens, n response tokens.
 
-    input_ids, attention_mask, position_ids [B, L]; lengths [B]; mask [B, L-1] bool: True at j if
-    token j+1 is an action, so that `logprobs[:, j]`, `values[:, j]` and `mask[:, j]` speak of the
-    same action. The n response tokens in row-major order: `at` [n], flat positions in [B, L] of
-    the state each is chosen in; `labels` [n], the tokens; `steps` [n], their index in the
-    response. `ends` [B]: flat positions of the last tokens. Seq2seq: L is the decoder's length.
+    input_ids, attention_mask, position_ids [B, L]; lengths [B]. mask [B, L-1]: True at j if token
+    j+1 is an action, so that `logprobs[:, j]`, `values[:, j]` and `mask[:, j]` speak of the same
+    one. `labels` [n]: the response tokens, row by row; `steps` [n]: their index in the response;
+    `at` [n]: flat positions in [B, L] of the states they are chosen in; `ends` [B]: of the last
+    tokens. Seq2seq: L is the decoder's length, the encoder_* are its input.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     position_ids: Tensor
-    mask: Tensor
     lengths: Tensor
-    at: Tensor
+    mask: Tensor
     labels: Tensor
     steps: Tensor
+    at: Tensor
     ends: Tensor
     encoder_input_ids: Tensor | None = None
     encoder_attention_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {k: v if v is None else v.to(device) for k, v in vars(self).items()}
-        return Batch(**moved)
+        return Batch(**{k: v if v is None else v.to(device) for k, v in vars(self).items()})
 
     def inputs(self) -> dict[str, Tensor]:
         """Keyword arguments of the model's forward."""
-        ids, attention = self.input_ids, self.attention_mask
+        inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         if self.encoder_input_ids is None:
-            kwargs = {"position_ids": self.position_ids}
-            return {"input_ids": ids, "attention_mask": attention, **kwargs}
-        return {
-            "input_ids": self.encoder_input_ids,
-            "attention_mask": self.encoder_attention_mask,
-            "decoder_input_ids": ids,
-            "decoder_attention_mask": attention,
-        }
+            return inputs | {"position_ids": self.position_ids}
+        inputs = {f"decoder_{name}": x for name, x in inputs.items()}
+        inputs["input_ids"] = self.encoder_input_ids
+        return inputs | {"attention_mask": self.encoder_attention_mask}
 
     def scatter(self, x: Tensor) -> Tensor:
         """One number per response token, [n] -> [B, L-1], 0 elsewhere; differentiable."""
@@ -70,10 +64,10 @@ def collate(
 ) -> Batch:
     """Pad `cat(query, response)` and mark its actions.
 
-    queries, responses: 1-D integer tensors, a response may be empty. response_masks: like the
+    queries, responses: 1-D integer tensors; a response may be empty. response_masks: like the
     responses, 0 where a token is not an action (tool output). Everything comes from lengths: the
     pad id only fills, so pad == eos is harmless. position_ids count from the first real token.
-    encoder_queries (seq2seq): what the encoder reads; then queries are the decoder's start tokens.
+    encoder_queries (seq2seq): what the encoder reads; queries then hold the decoder's start.
     """
     choice("padding_side", padding_side, ("left", "right"))
     for i, q in enumerate(queries):
@@ -83,24 +77,24 @@ def collate(
     input_ids, attention = _pad(rows, pad_token_id, padding_side)
     B, L = input_ids.shape
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    offsets = L - lengths if padding_side == "left" else torch.zeros_like(lengths)
-    first = offsets + torch.tensor([len(q) for q in queries], dtype=torch.int64)
-    column = torch.arange(L).expand(B, L)
-    response = (column >= first[:, None]) & (column < (offsets + lengths)[:, None])
+    start = L - lengths if padding_side == "left" else torch.zeros_like(lengths)
+    index = torch.arange(L).expand(B, L) - start[:, None]  # of a token in its row
+    step = index - torch.tensor([len(q) for q in queries], dtype=torch.int64)[:, None]
+    response = (step >= 0) & (index < lengths[:, None])
     action = response.clone()
     for i, m in enumerate(response_masks or ()):
         action[i, response[i]] = torch.as_tensor(m).bool().cpu()
-    flat = response.flatten().nonzero().squeeze(-1)
+    tokens = response.flatten().nonzero().squeeze(-1)
     batch = Batch(
         input_ids=input_ids,
         attention_mask=attention,
         position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
-        mask=action[:, 1:],
         lengths=lengths,
-        at=flat - 1,
-        labels=input_ids.flatten()[flat],
-        steps=(column - first[:, None]).flatten()[flat],
-        ends=torch.arange(B) * L + offsets + lengths - 1,
+        mask=action[:, 1:],
+        labels=input_ids.flatten()[tokens],
+        steps=step.flatten()[tokens],
+        at=tokens - 1,
+        ends=torch.arange(B) * L + start + lengths - 1,
     )
     if encoder_queries is not None:
         encoder = _pad([q.long().cpu() for q in encoder_queries], pad_token_id, "right")
@@ -123,15 +117,14 @@ def _pad(rows: list[Tensor], fill: int, side: str) -> tuple[Tensor, Tensor]:
 class Rollout:
     """What one update learns from: B responses, right-padded, in the index convention of Batch.
 
-    Tensors are yours to edit between `rollout` and `update`: set `mask` False to drop tokens, or
-    change `rewards` and call `PPOTrainer.compute_advantages`. Index it by a slice or a list of
-    rows, put several together with `Rollout.cat`, keep it with `save` and `load`.
+    Yours to edit between `rollout` and `update`: set `mask` False to drop tokens, or change
+    `rewards` and call `PPOTrainer.compute_advantages`. A slice, a list of rows or a bool mask [B]
+    picks responses; `Rollout.cat` joins several; `save` and `load` keep it.
 
-    queries, responses: lists of 1-D tensors (seq2seq responses begin with the start token).
-    mask, logprobs, ref_logprobs, values, entropy, kl (per-token penalty before its coefficient),
-    rewards, advantages, returns, rollout_logprobs (NaN if none were given): [B, T].
-    raw_scores, scores (after scaling, clipping and penalties), bootstrap: [B]. finished (has EOS),
-    truncated: [B] bool.
+    queries, responses: 1-D tensors (a seq2seq response begins with the start token). [B, T]: mask,
+    logprobs, ref_logprobs, values, entropy, kl (per-token penalty before its coefficient),
+    rewards, advantages, returns, rollout_logprobs (NaN if not given). [B]: raw_scores, scores
+    (scaled, clipped, penalised), bootstrap, finished (has EOS), truncated.
     """
 
     queries: list[Tensor]
@@ -155,48 +148,36 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.queries)
 
-    def __iter__(self) -> Iterator["Rollout"]:
-        return (self[[i]] for i in range(len(self)))
-
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> "Rollout":
-        """The rollout of these rows; a bool mask [B] selects too."""
-        if isinstance(rows, slice):
-            rows = list(range(len(self))[rows])
-        elif isinstance(rows, int):
-            rows = [rows]
-        elif isinstance(rows, Tensor):
-            rows = (rows.nonzero().squeeze(-1) if rows.dtype == torch.bool else rows).tolist()
-        picked = {}
-        for name, x in vars(self).items():
-            picked[name] = x[rows] if isinstance(x, Tensor) else [x[i] for i in rows]
-        return Rollout(**picked)
+        rows = rows.cpu() if isinstance(rows, Tensor) else rows
+        index = torch.arange(len(self))[rows].reshape(-1).tolist()
+        return self._map(lambda x: x[index], lambda xs: [xs[i] for i in index])
+
+    def __iter__(self) -> Iterator["Rollout"]:
+        return (self[i] for i in range(len(self)))
+
+    def _map(
+        self, tensor: Callable[[Tensor], Tensor], rows: Callable[[list], list] = list
+    ) -> "Rollout":
+        fields = vars(self).items()
+        return Rollout(**{k: tensor(v) if isinstance(v, Tensor) else rows(v) for k, v in fields})
+
+    def to(self, device: torch.device | str) -> "Rollout":
+        return self._map(lambda x: x.to(device))
+
+    def widen(self, width: int) -> "Rollout":
+        """With `width` columns: cut, or padded by zeros."""
+        pad = (0, width - self.mask.shape[1])
+        return self._map(lambda x: torch.nn.functional.pad(x, pad) if x.dim() == 2 else x)
 
     @classmethod
     def cat(cls, rollouts: Sequence["Rollout"]) -> "Rollout":
         """All rows of several rollouts, padded to the widest."""
         width = max(r.mask.shape[1] for r in rollouts)
-        joined: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            parts = [getattr(r, field.name) for r in rollouts]
-            if isinstance(parts[0], list):
-                joined[field.name] = [x for part in parts for x in part]
-                continue
-            if parts[0].dim() == 2:
-                parts = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts]
-            joined[field.name] = torch.cat(parts)
-        return cls(**joined)
-
-    def to(self, device: torch.device | str) -> "Rollout":
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return Rollout(**moved)
-
-    def narrow(self, width: int) -> "Rollout":
-        """Without the columns from width on, which must be padding."""
-        cut = {
-            k: v[:, :width] if isinstance(v, Tensor) and v.dim() == 2 else v
-            for k, v in vars(self).items()
-        }
-        return Rollout(**cut)
+        columns = zip(*(vars(r.widen(width)).values() for r in rollouts))
+        joined = [torch.cat(c) if isinstance(c[0], Tensor) else [x for xs in c for x in xs]
+                  for c in columns]  # fmt: skip
+        return cls(*joined)
 
     def save(self, path: str | Path) -> None:
         torch.save(vars(self), path)
@@ -207,11 +188,11 @@ class Rollout:
 
 
 class BatchOrder:
-    """Endless batches of row numbers: a permutation per epoch, its part for this rank.
+    """Batches of row numbers: a permutation per epoch, and of each batch this rank's part.
 
-    Iterating goes on where it stopped, also in the middle of an epoch; the order depends only on
-    (seed, epoch), so `epoch` and `cursor` are its whole state. Rows that do not fill a batch on
-    every rank wait for the next permutation.
+    Iterating goes on where it stopped, also in the middle of an epoch: the order depends only on
+    (seed, epoch), so `epoch` and `cursor` are the whole state. Rows left over wait for the next
+    permutation.
     """
 
     def __init__(self, n: int, batch_size: int, seed: int, shuffle: bool, rank: int, size: int):
@@ -237,3 +218,6 @@ class BatchOrder:
             self.cursor += 1
             yield order[start : start + self.batch_size].tolist()
         self.epoch, self.cursor = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "cursor": self.cursor}

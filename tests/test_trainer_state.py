@@ -1,0 +1,198 @@
+"""Checkpoints: 2 + 2 steps are 4 steps bit for bit, and no crash leaves half a file. Item 35."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from ppo_kernels.trainer import PPOTrainer
+
+PROMPTS = [f"w{3 + i} w{4 + i} w{5 + i % 7}" for i in range(18)]
+
+
+def reward(prompts: list[str], responses: list[str]) -> list[float]:
+    """Draws from every global random state, as reward functions may."""
+    noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
+    return [len(r.split()) + noise * i for i, r in enumerate(responses)]
+
+
+def make(model: Any = None, **fields: Any) -> PPOTrainer:
+    """Everything that has state: dropout, shuffling, adaptive KL, moments, Adam, a scheduler."""
+    model = tiny.policy(dropout=0.1) if model is None else model
+    options = {"use_score_scaling": True, "horizon": 50, "target": 0.05, "learning_rate": 3e-3}
+    trainer = tiny.trainer(model, tokenizer=tiny.Tokenizer(), **options | fields)
+    decay = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 0.9**step)
+    trainer.lr_scheduler = decay
+    return trainer
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def plain(stats: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in s.items() if not k.startswith("time/")} for s in stats]
+
+
+def test_35_two_and_two_steps_are_four_steps(tmp_path: Path) -> None:
+    """Five batches an epoch of 18 prompts; the checkpoint falls into the middle of the first."""
+    whole = make()
+    seed_everything(1)
+    four = whole.train(PROMPTS, reward, steps=6, max_new_tokens=5)
+    first = make()
+    seed_everything(1)
+    begun = first.train(PROMPTS, reward, steps=3, max_new_tokens=5)
+    first.save_checkpoint(tmp_path / "runs" / "ppo.pt")
+    seed_everything(99)
+    second = make()
+    second.load_checkpoint(tmp_path / "runs" / "ppo.pt")
+    rest = second.train(PROMPTS, reward, steps=3, max_new_tokens=5)
+    assert plain(begun + rest) == plain(four)
+    for (name, p), q in zip(whole.model.named_parameters(), second.model.parameters()):
+        assert torch.equal(p, q), name
+    assert second.kl_ctl.value == whole.kl_ctl.value != 0.2
+    assert second.running.state_dict() == whole.running.state_dict()
+    assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    assert (second.step_count, second.samples) == (6, 24)
+
+
+def test_35_the_dataloader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    rows = [{"i": i} for i in range(12)]
+
+    def loader() -> PPOTrainer:
+        return PPOTrainer(tiny.trainer().config, tiny.policy(), dataset=rows)
+
+    uninterrupted, first = loader(), loader()
+    whole = [batch["i"] for _ in range(2) for batch in uninterrupted.dataloader]
+    begun = next(iter(first.dataloader))["i"]
+    first.save_checkpoint(tmp_path / "ppo.pt")
+    second = loader()
+    second.load_checkpoint(tmp_path / "ppo.pt")
+    rest = [batch["i"] for _ in range(2) for batch in second.dataloader]
+    assert [begun, *rest] == whole
+
+
+def test_35_config_steps_counts_what_was_done_before(tmp_path: Path) -> None:
+    trainer = make(steps=3)
+    assert len(trainer.train(PROMPTS, reward, steps=1, max_new_tokens=3)) == 1
+    trainer.save_checkpoint(tmp_path / "ppo.pt")
+    other = make(steps=3)
+    other.load_checkpoint(tmp_path / "ppo.pt")
+    assert len(other.train(PROMPTS, reward, max_new_tokens=3)) == 2
+    assert other.train(PROMPTS, reward, max_new_tokens=3) == []
+
+
+def test_35_a_lora_checkpoint_holds_the_adapter_and_the_value_head(tmp_path: Path) -> None:
+    import peft
+
+    def model() -> Any:
+        lora = peft.get_peft_model(tiny.gpt2(), peft.LoraConfig(r=2, target_modules=["c_attn"]))
+        return type(tiny.policy())(lora, summary_dropout_prob=0.0)
+
+    torch.manual_seed(0)
+    first = make(model())
+    first.step(*tiny.rows(4))
+    first.save_checkpoint(tmp_path / "ppo.pt")
+    saved = torch.load(tmp_path / "ppo.pt", weights_only=True)["model"]
+    assert all("lora_" in name or "v_head" in name for name in saved)
+    torch.manual_seed(5)
+    second = make(model())
+    second.load_checkpoint(tmp_path / "ppo.pt")
+    a, b = (t.step(*tiny.rows(4)) for t in (first, second))
+    assert plain([a]) == plain([b]) and a["objective/kl"] != 0
+
+
+KILLED = """
+import os, signal, sys, torch, tiny
+torch.set_num_threads(1)
+trainer = tiny.trainer()
+trainer.step(*tiny.rows(4))
+trainer.save_checkpoint(sys.argv[1])
+trainer.step(*tiny.rows(4))
+write = torch.save
+def killed(state, f):
+    write(state, f)
+    f.flush()
+    f.truncate(f.tell() // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+torch.save = killed
+trainer.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_35_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    path = tmp_path / "ppo.pt"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+    code = textwrap.dedent(KILLED)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], env=env, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert len(list(tmp_path.iterdir())) == 2  # the checkpoint and the half-written one
+    trainer = tiny.trainer()
+    trainer.load_checkpoint(path)
+    assert trainer.step_count == 1
+
+
+def test_35_a_save_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = tiny.trainer()
+    trainer.save_checkpoint(tmp_path / "ppo.pt")
+    before = (tmp_path / "ppo.pt").read_bytes()
+
+    def full(*args: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save_checkpoint(tmp_path / "ppo.pt")
+    assert [p.name for p in tmp_path.iterdir()] == ["ppo.pt"]
+    assert (tmp_path / "ppo.pt").read_bytes() == before
+
+
+def test_35_a_state_that_does_not_fit_changes_nothing() -> None:
+    trainer = tiny.trainer()
+    trainer.step(*tiny.rows(4))
+    good = trainer.state_dict()
+    target = tiny.trainer()
+    before = {n: p.clone() for n, p in target.model.named_parameters()}
+    wider = {n: p for n, p in good["model"].items() if "v_head" not in n}
+    for state, message in (
+        ({k: v for k, v in good.items() if k != "kl_ctl"}, "kl_ctl missing or unknown"),
+        (good | {"model": wider}, "another model: v_head.summary.bias, v_head.summary.weight"),
+        (good | {"random": good["random"] * 2}, "the state is of 2 ranks, this run has 1"),
+        (good | {"lr_scheduler": {}}, "lr_scheduler must be given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            target.load_state_dict(state)
+    assert target.step_count == 0
+    assert all(torch.equal(before[n], p) for n, p in target.model.named_parameters())
+
+
+def test_35_a_reference_made_from_the_trained_policy_is_refused(tmp_path: Path) -> None:
+    """Else a resumed run would silently measure its KL from where it was resumed."""
+    trainer = tiny.trainer()
+    trainer.step(*tiny.rows(4))
+    state = trainer.state_dict()
+    with pytest.raises(ValueError, match="make the trainer from the same original models"):
+        tiny.trainer(trainer.model).load_state_dict(state)
+    tiny.trainer(trainer.model, trainer.ref_model).load_state_dict(state)
+
+
+def test_save_pretrained_loads_back(tmp_path: Path) -> None:
+    trainer = tiny.trainer()
+    trainer.step(*tiny.rows(4))
+    trainer.save_pretrained(tmp_path)
+    model = type(trainer.model).from_pretrained(str(tmp_path))
+    for (name, p), q in zip(trainer.model.named_parameters(), model.parameters()):
+        assert torch.equal(p, q), name

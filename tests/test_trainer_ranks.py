@@ -40,7 +40,7 @@ def run(shard: str | None, rank: int, mode: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     trainer = tiny.trainer(model, reference, optimizer=optimizer, **fields)
     q, r, s = ([xs[i] for i in rows] for xs in global_rows())
-    texts = TEXTS if shard is None else TEXTS[rank::2]
+    texts = TEXTS if shard is None else TEXTS[2 * rank : 2 * rank + 2]
     stats = [trainer.step(q, r, s, ptx_batch=texts) for _ in range(2)]
     keep = {k: v for k, v in stats[-1].items() if not k.startswith("time/")}
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -4,6 +4,7 @@
 
 #include "build_config.h"
 #include "cpu/isa.h"
+#include "gae_plan.h"
 
 namespace py = pybind11;
 
@@ -23,8 +24,21 @@ py::dict build_info() {
   return info;
 }
 
+py::dict gae_plan(int64_t rows, int64_t length, int sms) {
+  const ppo::GaePlan plan = ppo::gae_plan(rows, length, rows * length, false, sms);
+  constexpr const char* names[] = {"warp per row", "block per row", "split rows"};
+  py::dict out;
+  out["launch"] = names[plan.launch];
+  out["blocks"] = plan.blocks;
+  out["threads"] = 32 * ppo::kWarps;
+  out["segment"] = ppo::kSegment;
+  return out;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "Compilers, flags, CUDA architectures and what was left out.");
+  m.def("gae_plan", &gae_plan, "How padded rows are spread over a GPU.", py::arg("rows"),
+        py::arg("length"), py::arg("sms"));
 }

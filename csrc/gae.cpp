@@ -8,11 +8,19 @@
 #include <tuple>
 #include <vector>
 
+#include "build_config.h"
 #include "cpu/isa.h"
 #include "gae.h"
+#include "gae_plan.h"
 
 namespace ppo {
 PPO_DECLARE(void gae_rows(const GaeArgs&, int64_t, int64_t))
+#ifdef PPO_CUDA  // gae.cu
+int multiprocessors();
+int64_t gae_scratch_bytes(const GaeArgs& args, const GaePlan& plan);
+const char* gae_cuda(const GaeArgs& args, const GaePlan& plan, void* scratch, double* stats,
+                     void* stream);
+#endif
 }  // namespace ppo
 
 namespace {
@@ -26,6 +34,7 @@ using Optional = std::optional<Tensor>;
 constexpr int64_t kGrainTokens = 16384;
 
 struct Call {
+  bool one_precision;  // cast so that all inputs are fp64 or none is: what the CUDA kernels take
   GaeArgs args{};
   Tensor advantages, returns;
   std::vector<Tensor> kept;  // contiguous copies live as long as the pointers into them
@@ -37,6 +46,9 @@ struct Call {
 
   ppo::Input input(const Optional& x) {
     if (!x) return {nullptr, ppo::kF32};
+    const bool f64 = args.values.dtype == ppo::kF64;
+    if (one_precision && args.values.data && f64 != (x->scalar_type() == ScalarType::Double))
+      return input(torch::stable::to(*x, f64 ? ScalarType::Double : ScalarType::Float));
     switch (x->scalar_type()) {
       case ScalarType::Float:
         return {pointer(*x), ppo::kF32};
@@ -58,12 +70,12 @@ struct Call {
   }
 };
 
-Call prepare(const Optional& rewards, const Tensor& values, const Optional& mask,
+Call prepare(bool one_precision, const Optional& rewards, const Tensor& values, const Optional& mask,
              const Optional& scores, const Optional& bootstrap, const Optional& logprobs,
              const Optional& ref_logprobs, const Optional& terminated, const Optional& truncated,
              const Optional& cu_seqlens, double gamma, double lam, double lam_returns,
              double kl_coef, int64_t kl_kind) {
-  Call call;
+  Call call{one_precision};
   GaeArgs& a = call.args;
   for (const Optional* x : {&rewards, &mask, &logprobs, &ref_logprobs, &terminated, &truncated})
     STD_TORCH_CHECK(!*x || (*x)->numel() == values.numel(), "gae: sizes differ from values");
@@ -71,8 +83,8 @@ Call prepare(const Optional& rewards, const Tensor& values, const Optional& mask
   STD_TORCH_CHECK(!scores || scores->numel() == rows, "gae: scores must hold one number per row");
   STD_TORCH_CHECK(!bootstrap || bootstrap->numel() == (truncated ? values.numel() : rows),
                   "gae: bootstrap must hold one number per row, per token with truncated");
-  a.rewards = call.input(rewards);
   a.values = call.input(values);
+  a.rewards = call.input(rewards);
   a.logprobs = call.input(logprobs);
   a.ref_logprobs = call.input(ref_logprobs);
   a.scores = call.input(scores);
@@ -120,7 +132,7 @@ Result gae_cpu(const Optional& rewards, const Tensor& values, const Optional& ma
                const Optional& cu_seqlens, double gamma, double lam, double lam_returns,
                double kl_coef, int64_t kl_kind) {
   static const auto rows = PPO_PICK(gae_rows);
-  Call call = prepare(rewards, values, mask, scores, bootstrap, logprobs, ref_logprobs, terminated,
+  Call call = prepare(false, rewards, values, mask, scores, bootstrap, logprobs, ref_logprobs, terminated,
                       truncated, cu_seqlens, gamma, lam, lam_returns, kl_coef, kl_kind);
   GaeArgs& a = call.args;
   check_cu_seqlens(a);
@@ -136,6 +148,38 @@ Result gae_cpu(const Optional& rewards, const Tensor& values, const Optional& ma
   return {call.advantages, call.returns, stats};
 }
 
+#ifdef PPO_CUDA
+Result gae_cuda(const Optional& rewards, const Tensor& values, const Optional& mask,
+                const Optional& scores, const Optional& bootstrap, const Optional& logprobs,
+                const Optional& ref_logprobs, const Optional& terminated,
+                const Optional& truncated, const Optional& cu_seqlens, double gamma, double lam,
+                double lam_returns, double kl_coef, int64_t kl_kind) {
+  const int device = values.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const Call call = prepare(false, rewards, values, mask, scores, bootstrap, logprobs, ref_logprobs,
+                            terminated, truncated, cu_seqlens, gamma, lam, lam_returns, kl_coef,
+                            kl_kind);
+  const GaeArgs& a = call.args;
+  if (a.tokens == 0)
+    return {call.advantages, call.returns,
+            torch::stable::new_zeros(values, {3}, ScalarType::Double)};
+  const Tensor stats = torch::stable::new_empty(values, {3}, ScalarType::Double);
+  const ppo::GaePlan plan = ppo::gae_plan(a.rows, cu_seqlens ? a.tokens / a.rows : a.length,
+                                          a.tokens, cu_seqlens.has_value(), ppo::multiprocessors());
+  const Tensor scratch = torch::stable::new_empty(
+      values, {ppo::gae_scratch_bytes(a, plan) / 8 + 2}, ScalarType::Double);
+  const char* error = ppo::gae_cuda(a, plan, scratch.mutable_data_ptr(),
+                                    static_cast<double*>(stats.mutable_data_ptr()), stream);
+  STD_TORCH_CHECK(!error, "gae: ", error);
+  return {call.advantages, call.returns, stats};
+}
+#endif
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ppo_kernels, CPU, m) { m.impl("gae", TORCH_BOX(&gae_cpu)); }
+#ifdef PPO_CUDA
+STABLE_TORCH_LIBRARY_IMPL(ppo_kernels, CUDA, m) { m.impl("gae", TORCH_BOX(&gae_cuda)); }
+#endif

@@ -46,7 +46,7 @@ inline double expm1_(double x) { return __builtin_expm1(x); }
 template <class F>
 struct Block {
   uint8_t valid[kBlock], stop[kBlock];
-  F r[kBlock], v[kBlock], c[kBlock], x[kBlock], x_returns[kBlock], cut[kBlock];
+  F r[kBlock], v[kBlock], c[kBlock], x[kBlock], x_returns[kBlock];
 };
 
 // out[i] = in[at + i] for i < n, whatever the dtype.
@@ -189,13 +189,11 @@ class Rows {
     if (a.terminated || a.truncated) stops(k, at, n, width);
   }
 
-  // stop: the episode ends after this token; cut: what the token gets from the right then.
+  // stop: the episode ends after this token, whose reward takes in what the token gets instead of
+  // X from its right.
   void stops(Block<F>& k, int64_t at, int n, int width) const {
-    for (int i = 0; i < width; ++i) {
-      k.stop[i] = 0;
-      k.cut[i] = 0;
-    }
     uint8_t ends[kBlock];
+    for (int i = 0; i < width; ++i) k.stop[i] = 0;
     if (a.terminated) {
       copy_flags(ends, a.terminated + at, n);
       for (int i = 0; i < n; ++i) k.stop[i] = ends[i] & k.valid[i];
@@ -206,7 +204,7 @@ class Rows {
     copy_flags(ends, a.truncated + at, n);
     for (int i = 0; i < n; ++i) {
       ends[i] &= k.valid[i];
-      k.cut[i] = ends[i] ? F(a.gamma) * boot[i] : F(0);
+      k.r[i] = ends[i] ? fma(F(a.gamma), boot[i], k.r[i]) : k.r[i];
       k.stop[i] |= ends[i];
     }
   }
@@ -221,10 +219,7 @@ class Rows {
         shift[i] = fma(cg, k.r[i], cv * k.v[i]);  // 0 where masked
       }
       if (!a.terminated && !a.truncated) continue;
-      for (int i = 0; i < width; ++i) {
-        k.c[i] = k.stop[i] ? F(0) : k.c[i];
-        shift[i] = fma(cg, k.cut[i], shift[i]);
-      }
+      for (int i = 0; i < width; ++i) k.c[i] = k.stop[i] ? F(0) : k.c[i];
     }
     F x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3];
     F *s0 = b[0].*out, *s1 = b[1].*out, *s2 = b[2].*out, *s3 = b[3].*out;
@@ -242,9 +237,9 @@ class Rows {
     // Arrays of their own: writing back into k keeps the compiler from vectorising.
     F advantages[kBlock], returns[kBlock];
     if (a.terminated || a.truncated) {
-      for (int i = 0; i < width; ++i) k.x[i] = k.stop[i] ? k.cut[i] : k.x[i];
+      for (int i = 0; i < width; ++i) k.x[i] = k.stop[i] ? F(0) : k.x[i];
       for (int i = 0; i < width; ++i)
-        k.x_returns[i] = k.stop[i] ? k.cut[i] : k.x_returns[i];
+        k.x_returns[i] = k.stop[i] ? F(0) : k.x_returns[i];
     }
     const F* x_returns = a.lam_returns != a.lam ? k.x_returns : k.x;
     for (int i = 0; i < width; ++i) {

@@ -1,0 +1,83 @@
+"""Builds the emulated GAE kernels (tests/emu) and calls them with torch or numpy arrays."""
+
+import importlib.util
+import itertools
+import os
+import shlex
+import subprocess
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ninja
+import pybind11
+
+TESTS = Path(__file__).resolve().parent
+CSRC = TESTS.parent / "csrc"
+SANITIZE = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+LAUNCHES = {"warp": 0, "block": 1, "split": 2, "planned": -1}
+TENSORS = (
+    *("rewards", "values", "mask", "scores", "bootstrap", "logprobs", "ref_logprobs"),
+    *("terminated", "truncated", "cu_seqlens_32", "cu_seqlens_64"),
+    *("advantages", "returns", "stats"),
+)
+_versions = itertools.count()
+
+
+def build(
+    folder: Path, *, flags: list[str] | None = None, edit: Callable[[str], str] | None = None
+) -> Path:
+    """Compile the emulator module into `folder`; edit changes the text of gae.cuh first."""
+    done = folder / "done" / "emu.so"
+    if done.exists():
+        return done
+    work = folder / f"work{os.getpid()}.{next(_versions)}"
+    work.mkdir(parents=True)
+    header = (CSRC / "gae.cuh").read_text()
+    (work / "gae.cuh").write_text(edit(header) if edit else header)
+    include = [work, CSRC, TESTS / "emu", pybind11.get_include(), sysconfig.get_paths()["include"]]
+    cxx = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden"]
+    cxx += ["-Wno-unknown-pragmas", *(flags or []), *(f"-I{path}" for path in include)]
+    (work / "build.ninja").write_text(
+        f"rule cxx\n  command = {shlex.join(cxx)} -c $in -o $out\n"
+        f"rule link\n  command = {shlex.join([*cxx, '-shared'])} $in -o $out\n"
+        f"build gae.o: cxx {TESTS / 'emu' / 'emu_gae.cpp'}\n"
+        f"build module.o: cxx {TESTS / 'emu' / 'emu_module.cpp'}\n"
+        "build emu.so: link gae.o module.o\n"
+    )
+    command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(work)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    done.parent.mkdir(exist_ok=True)
+    os.replace(work / "emu.so", done)
+    return done
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("emu", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(
+    emu: ModuleType,
+    arrays: Mapping[str, tuple[int, int]],
+    sizes: tuple[int, int, int],
+    options: Mapping[str, Any],
+    launch: str = "planned",
+    sms: int = 132,
+    last_warp_first: bool = False,
+) -> None:
+    """arrays: (address, dtype number) by name, outputs included; sizes: (rows, T, tokens)."""
+    given = {name: arrays.get(name, (0, 0)) for name in TENSORS}
+    emu.gae(
+        given,
+        *sizes,
+        *(options[k] for k in ("gamma", "lam", "lam_returns", "kl_coef", "kl_kind")),
+        LAUNCHES[launch],
+        sms,
+        last_warp_first,
+    )

@@ -129,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> logprobs_fwd(
 
 Tensor logprobs_partials(const Tensor& logits, const Tensor& labels, const Maybe& temperatures,
                          double temperature, double logit_scale, double softcap,
-                         int64_t ignore_index, const Tensor& shard, bool sum_p2) {
+                         int64_t ignore_index, const Maybe& shard, bool sum_p2) {
   ppo::LogprobsArgs a = args_of(logits, labels, temperatures, temperature, logit_scale, softcap,
                                 ignore_index, shard);
   a.partial_columns = sum_p2 ? 5 : 4;

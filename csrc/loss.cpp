@@ -71,7 +71,7 @@ class Stack {
     return x ? column(*x) : Column{};
   }
   Column column(const Tensor& x) {
-    const Tensor& kept = kept_.emplace_back(torch::stable::contiguous(x));
+    const Tensor& kept = kept_.emplace_back(x.is_contiguous() ? x : torch::stable::contiguous(x));
     const bool boolean = kept.scalar_type() == ScalarType::Bool;
     return {kept.const_data_ptr(), boolean ? Dtype::f32 : dtype_of(kept.scalar_type()), boolean};
   }

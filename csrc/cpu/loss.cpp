@@ -10,13 +10,16 @@ template <class T>
 void convert(const T* p, int64_t n, float* out) {
   int64_t j = 0;
   for (; j + LANES<F32> <= n; j += LANES<F32>) store(out + j, load(p + j));
-  if (j < n) store(out + j, load_some(p + j, int(n - j)));
-  for (j = n; j < TILE; ++j) out[j] = 0;
+  for (; j < TILE; j += LANES<F32>) {
+    T padded[LANES<F32>] = {};
+    if (j < n) memcpy(padded, p + j, (n - j) * sizeof(T));
+    store(out + j, load(padded));
+  }
 }
 
 template <class From, class To>
 void cast(const From* p, int64_t n, To* out) {
-  for (int64_t j = 0; j < n; ++j) out[j] = To(p[j]);
+  for (int64_t j = 0; j < n; ++j) out[j] = To(+p[j]);
   for (int64_t j = n; j < TILE; ++j) out[j] = 0;
 }
 
@@ -25,7 +28,7 @@ const float* read(const Column& column, int64_t at, int64_t n, float* buffer) {
   if (!column.data) return buffer;
   const auto f32 = static_cast<const float*>(column.data) + at;
   if (column.boolean) {
-    cast(static_cast<const bool*>(column.data) + at, n, buffer);
+    cast(static_cast<const uint8_t*>(column.data) + at, n, buffer);
   } else if (column.dtype == Dtype::f64) {
     cast(static_cast<const double*>(column.data) + at, n, buffer);
   } else if (column.dtype == Dtype::bf16) {
@@ -33,7 +36,7 @@ const float* read(const Column& column, int64_t at, int64_t n, float* buffer) {
   } else if (column.dtype == Dtype::f16) {
     convert(static_cast<const FP16*>(column.data) + at, n, buffer);
   } else if (n < TILE) {
-    cast(f32, n, buffer);
+    convert(f32, n, buffer);
   } else {
     return f32;
   }
@@ -170,7 +173,17 @@ void loss_block(Dtype type, const LossOptions& o, const LossInputs& in, const Lo
 double weight_sum(const Column& mask, int64_t begin, int64_t end) {
   const int64_t n = end - begin;
   if (!mask.data) return double(n);
-  if (mask.boolean) return total(static_cast<const uint8_t*>(mask.data) + begin, n);
+  if (mask.boolean) {
+    const auto bytes = static_cast<const uint8_t*>(mask.data) + begin;
+    int64_t count = 0;
+    for (int64_t j = 0; j < n; j += TILE) {
+      const int64_t end = n - j < TILE ? n : j + TILE;
+      int part = 0;
+      for (int64_t k = j; k < end; ++k) part += bytes[k];
+      count += part;
+    }
+    return double(count);
+  }
   if (mask.dtype == Dtype::f64) return total(static_cast<const double*>(mask.data) + begin, n);
   return total(static_cast<const float*>(mask.data) + begin, n);
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks
+from ppo_kernels.ops._gradients import needs, with_gradients
 from ppo_kernels.ops._library import define
 from ppo_kernels.ops.logprobs import TRANSFORM, check_temperature, merged_partials, shard_of
 from ppo_kernels.ops.loss import (
@@ -523,42 +524,6 @@ class _Logprobs(torch.autograd.Function):
         return *d, *nothing
 
 
-class _WithGradients(torch.autograd.Function):
-    """The identity on loss, whose gradients for the other inputs are already known."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, n: int, *inputs_and_gradients: Tensor | None) -> Tensor:
-        inputs, gradients = inputs_and_gradients[:n], inputs_and_gradients[n:]
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        ctx.save_for_backward(*gradients)
-        return loss.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A second tensor of the size of the weight only where the first is needed once more.
-        keep = torch.compiler.is_compiling() or _keeps_graph()
-        found = []
-        for d, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[2:]):
-            found.append((d * grad if keep else d.mul_(grad)).to(dtype) if need else None)
-        return None, None, *found, *(None for _ in ctx.dtypes)
-
-
-def _keeps_graph() -> bool:
-    """Whether the backward that is running keeps the graph for another one."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def _needs(*inputs: Tensor | None) -> list[bool]:
-    return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-
-
-def _with_gradients(loss: Tensor, inputs: list[Tensor | None], gradients: list[Tensor]) -> Tensor:
-    if not any(_needs(*inputs)):
-        return loss
-    return _WithGradients.apply(loss, len(inputs), *inputs, *gradients)
-
-
 # -------------------------------------------------------------------------- public functions
 
 
@@ -663,7 +628,7 @@ def lm_loss(
         logp, _ = _Logprobs.apply(*args[:3], tp_group, *args[3:])
         trained = (args[3] != ignore_index).to(logp.dtype)
         return reference.aggregate(-logp, trained, "token-mean", normalizer)
-    on_device, need = isinstance(normalizer, Tensor), _needs(*args[:3])
+    on_device, need = isinstance(normalizer, Tensor), needs(*args[:3])
     with torch.no_grad():
         loss, *gradients = torch.ops.ppo_kernels.hidden_lm_loss(
             *args,
@@ -671,7 +636,7 @@ def lm_loss(
             None if on_device else normalizer,
             *need,
         )
-    return _with_gradients(loss, args[:3], gradients)
+    return with_gradients(loss, args[:3], gradients)
 
 
 def ppo_loss_from_hidden(
@@ -737,14 +702,14 @@ def ppo_loss_from_hidden(
     options |= {"old_logprobs": old_logprobs, "advantages": advantages, "mask": mask}
     check_options(labels, "labels", options)
     inputs = [*args[:3], values]
-    need = _needs(*inputs)
+    need = needs(*inputs)
     with torch.no_grad():
         # Its dtype is that of the log-probs.
         like = hidden.new_empty(0, dtype=_sum_dtype(*args[:2]))
         loss, stats, *gradients = torch.ops.ppo_kernels.hidden_ppo_loss(
             *args, *loss_terms(options, like), *need
         )
-    return PPOLoss(_with_gradients(loss, inputs, gradients), LossStats(stats))
+    return PPOLoss(with_gradients(loss, inputs, gradients), LossStats(stats))
 
 
 _LOSS_OPTIONS = {k: v for k, v in ppo_loss.__kwdefaults__.items() if k != "entropy"}

@@ -87,7 +87,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"loss_divisor": 64}, "loss_divisor"),
     ({"kl_loss_coef": 0.1}, "kl_loss_coef=0.1 .*init_kl_coef"),
     ({"kl_penalty": "full", "kl_placement": "terminal_mean"}, "kl_penalty='full'"),
-    ({"kl_penalty": "full", "min_new_tokens": 3}, "kl_penalty='full'"),
 ]
 
 

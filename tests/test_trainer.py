@@ -175,25 +175,6 @@ def test_08_temperature_divides_policy_and_reference_alike() -> None:
         trainer.generate(q, temperature=1.0)
 
 
-def test_08_minimum_length_is_the_same_distribution_everywhere() -> None:
-    trainer = tiny.trainer(min_new_tokens=3)
-    q, r = ids(3, 4, 5), ids(7, 8, 9, 10, tiny.EOS)
-    ro = trainer.rollout([q], [r], [0.0])
-    row = torch.cat([q, r])[None]
-    logits = trainer.model.eval()(row, torch.ones_like(row), return_logits=True).logits[0]
-    logits = logits[len(q) - 1 : -1].detach().clone()
-    logits[:3, tiny.EOS] = -math.inf
-    logp = logits.log_softmax(-1)
-    close(ro.logprobs[0][ro.mask[0]], logp.gather(-1, r[:, None])[:, 0], **tol.REORDERED)
-    entropy = -torch.where(logp.isinf(), 0, logp.exp() * logp).sum(-1)
-    close(ro.entropy[0][ro.mask[0]], entropy, **tol.REORDERED)
-    assert not ro.kl.abs().max() > tol.REORDERED["atol"]
-    assert trainer.update(ro)["ppo/policy/first_logprob_gap"] < tol.REORDERED["atol"]
-    assert all(len(r) >= 3 for r in trainer.generate([q] * 40, max_new_tokens=5))
-    with pytest.raises(ValueError, match=r"responses\[0\] ends before min_new_tokens = 3"):
-        trainer.rollout([q], [ids(4, tiny.EOS)], [0.0])
-
-
 def test_09_rollout_logprobs_only_weight_the_loss() -> None:
     q, r, s = tiny.rows(4)
     given = [torch.full((len(x),), -2.0) for x in r]
@@ -770,13 +751,19 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"queries": [ids(3)] * 3}, r"responses must have one entry per query, 3, got 2"),
     ({"scores": [1.0]}, r"scores must have one entry per query, 2, got 1"),
     ({"scores": [1.0, math.nan]}, r"scores\[1\] must be finite"),
-    ({"scores": [1.0, torch.ones(2, 1)]}, r"scores\[1\] must be a number, or one .* 2 response"),
-    ({"scores": [torch.ones(2), 1.0]}, r"scores\[0\] .* each of the 3 response tokens"),
+    (
+        {"scores": [1.0, torch.ones(2, 1)]},
+        r"scores\[1\] must be a number, or one for each of 2 tokens",
+    ),
+    ({"scores": [torch.ones(2), 1.0]}, r"scores\[0\] .* each of 3 tokens"),
     ({"queries": [ids(3), torch.empty(0, dtype=torch.int64)]}, r"queries\[1\] is empty"),
     ({"queries": [ids(3), ids(3)[None]]}, r"queries\[1\] must be a 1-D tensor .* \(1, 1\)"),
     ({"responses": [[6, 7, 1], ids(8, 1)]}, r"responses\[0\] must be a 1-D tensor .* list"),
     ({"responses": [ids(6, 7, 1), torch.ones(2)]}, r"responses\[1\] .*float32"),
-    ({"responses": [ids(6, 7, 1), ids(8, 61)]}, r"responses\[1\] must hold ids .* 61, got 8 to 61"),
+    (
+        {"responses": [ids(6, 7, 1), ids(8, 61)]},
+        r"responses\[1\] must hold ids in .0, 61., got 8 to 61",
+    ),
     ({"queries": [ids(-1), ids(5)]}, r"queries\[0\] must hold ids"),
     ({"queries": [ids(3), torch.full((63,), 5)]}, r"queries\[1\] and responses\[1\] have 65 tok"),
     (
@@ -810,7 +797,7 @@ def test_39_bad_set_ups_are_named() -> None:
     model.generation_config.eos_token_id = None
     with pytest.raises(ValueError, match="missing_eos_penalty needs an EOS id"):
         tiny.trainer(model, missing_eos_penalty=1.0)
-    with pytest.raises(ValueError, match="use_score_scaling needs a number"):
+    with pytest.raises(ValueError, match=r"scores\[0\] must be a number, got shape"):
         q, r, _ = tiny.rows(4)
         tiny.trainer(use_score_scaling=True).rollout(q, r, [torch.ones(len(x)) for x in r])
 

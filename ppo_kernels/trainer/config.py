@@ -85,9 +85,8 @@ class PPOConfig:
     ratio_threshold: float | None = 10.0  # skip a minibatch whose mean ratio exceeds it
     early_stopping: bool = False  # end the passes once KL(old || new) > 1.5 target_kl
     target_kl: float = 0.1
-    # Sampling; in generate, policy and reference alike
-    temperature: float = 1.0  # divides the logits (TRL: only at generation)
-    min_new_tokens: int = 0  # EOS has probability 0 before (own)
+    # Sampling
+    temperature: float = 1.0  # of generate, policy and reference alike (TRL: generation's only)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -100,7 +99,7 @@ class PPOConfig:
             elif field.type in (int, int | None):
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise TypeError(f"{field.name} must be an integer, got {value!r}")
-                low = 0 if field.name in ("critic_warmup_steps", "seed", "min_new_tokens") else 1
+                low = 0 if field.name in ("critic_warmup_steps", "seed") else 1
                 number(field.name, value, low)
             elif field.type in (float, float | None):
                 low, high, above = _RANGES.get(field.name, (0, None, False))
@@ -119,18 +118,19 @@ class PPOConfig:
                 raise ValueError(f"{small} must be <= {large} = {b}, got {a}")
         if self.use_score_norm and not self.use_score_scaling:
             raise ValueError("use_score_norm=True needs use_score_scaling=True, got False")
-        if (self.loss_agg_mode == "constant-divisor") != (self.loss_divisor is not None):
+        mode, divisor = self.loss_agg_mode, self.loss_divisor
+        if (mode == "constant-divisor") != (divisor is not None):
             raise ValueError(
-                "loss_divisor goes with loss_agg_mode='constant-divisor' and only with it, got "
-                f"loss_divisor={self.loss_divisor} and loss_agg_mode={self.loss_agg_mode!r}"
+                f"loss_divisor={divisor} with loss_agg_mode={mode!r}: 'constant-divisor' needs it, "
+                "the other modes take none"
             )
         if self.kl_loss_coef and self.init_kl_coef:
             raise ValueError(
                 f"kl_loss_coef={self.kl_loss_coef} puts the KL into the loss and init_kl_coef="
                 f"{self.init_kl_coef} into the reward: set one of them to 0"
             )
-        if self.kl_penalty == "full" and (self.kl_placement != "token" or self.min_new_tokens):
-            raise ValueError("kl_penalty='full' needs kl_placement='token' and min_new_tokens=0")
+        if self.kl_penalty == "full" and self.kl_placement != "token":
+            raise ValueError("kl_penalty='full' needs kl_placement='token'")
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "PPOConfig":

@@ -45,20 +45,17 @@ class InputChecker:
     ) -> Inputs:
         lists = {"responses": responses, "scores": scores, "response_masks": response_masks}
         lists |= {"truncated": truncated, "token_scores": token_scores}
+        B, most = len(queries), self.cfg.batch_size
         for name, x in (lists | {"rollout_logprobs": rollout_logprobs}).items():
-            if x is not None and len(x) != len(queries):
-                raise ValueError(
-                    f"{name} must have one entry per query, {len(queries)}, got {len(x)}"
-                )
-        if len(queries) > self.cfg.batch_size:
-            raise ValueError(
-                f"queries must be at most batch_size = {self.cfg.batch_size}, got {len(queries)}"
-            )
+            if x is not None and len(x) != B:
+                raise ValueError(f"{name} must have one entry per query, {B}, got {len(x)}")
+        if most < B:
+            raise ValueError(f"queries must be at most batch_size = {most}, got {B}")
         if self.cfg.rollout_is_cap is not None and rollout_logprobs is None:
             raise ValueError("rollout_is_cap needs rollout_logprobs, got None")
         queries = [self.ids(f"queries[{i}]", q) for i, q in enumerate(queries)]
         responses = [self._response(i, q, r) for i, (q, r) in enumerate(zip(queries, responses))]
-        pairs = [self._score(i, s, r) for i, (s, r) in enumerate(zip(scores, responses))]
+        pairs = [self._score(i, s, len(r)) for i, (s, r) in enumerate(zip(scores, responses))]
         extra = _per_token("token_scores", token_scores, responses, 0.0)
         behaviour = _per_token("rollout_logprobs", rollout_logprobs, responses, math.nan)
         skip = 0 if self.start_token_id is None else 1  # the start token is no action
@@ -81,11 +78,10 @@ class InputChecker:
         if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int64, torch.int32):
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be a 1-D tensor of token ids, got {got}")
-        x = x.detach().long().cpu()
-        if x.numel() and (x.min() < 0 or (self.vocab_size and x.max() >= self.vocab_size)):
+        x, V = x.detach().long().cpu(), self.vocab_size
+        if x.numel() and (x.min() < 0 or (V is not None and x.max() >= V)):
             raise ValueError(
-                f"{name} must hold ids >= 0 and below the vocabulary's {self.vocab_size}, "
-                f"got {int(x.min())} to {int(x.max())}"
+                f"{name} must hold ids in [0, {V}), got {int(x.min())} to {int(x.max())}"
             )
         return x
 
@@ -95,32 +91,23 @@ class InputChecker:
             x = torch.cat([torch.tensor([self.start_token_id]), x])
         if not len(query):
             raise ValueError(f"queries[{i}] is empty: the first action needs a token before it")
-        if self.max_length and len(query) + len(x) > self.max_length:
+        if self.max_length is not None and len(query) + len(x) > self.max_length:
             raise ValueError(
                 f"queries[{i}] and responses[{i}] have {len(query) + len(x)} tokens together, "
                 f"the model takes at most {self.max_length}"
             )
-        if torch.isin(x[: self.cfg.min_new_tokens], self.eos).any():
-            least = self.cfg.min_new_tokens
-            raise ValueError(f"responses[{i}] ends before min_new_tokens = {least}")
         return x
 
-    def _score(self, i: int, score: Any, response: Tensor) -> tuple[float, Tensor]:
-        """(score of the whole response, rewards of its tokens)."""
-        n, x = len(response), torch.as_tensor(score, dtype=torch.float32).detach().cpu()
+    def _score(self, i: int, score: Any, n: int) -> tuple[float, Tensor]:
+        """(score of the whole response, rewards of its n tokens)."""
+        x = torch.as_tensor(score, dtype=torch.float32).detach().cpu()
         if not torch.isfinite(x).all():
             raise ValueError(f"scores[{i}] must be finite, got {x.tolist()}")
         if x.numel() == 1 and x.dim() <= 1:
             return float(x), torch.zeros(n)
-        if tuple(x.shape) != (n,):
-            raise ValueError(
-                f"scores[{i}] must be a number, or one reward for each of the {n} response tokens, "
-                f"got shape {tuple(x.shape)}"
-            )
-        if self.cfg.use_score_scaling:
-            raise ValueError(
-                f"scores[{i}] has one reward per token, but use_score_scaling needs a number"
-            )
+        if tuple(x.shape) != (n,) or self.cfg.use_score_scaling:
+            per_token = "" if self.cfg.use_score_scaling else f", or one for each of {n} tokens"
+            raise ValueError(f"scores[{i}] must be a number{per_token}, got shape {tuple(x.shape)}")
         return 0.0, x
 
     def ptx(self, batch: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -129,26 +116,19 @@ class InputChecker:
             return []
         if not self.cfg.ptx_coef:
             raise ValueError("ptx_batch needs ptx_coef > 0 in PPOConfig, got 0")
-        if hasattr(batch, "keys"):
-            ids = [
-                self.ids(f"ptx_batch['input_ids'][{i}]", x)
-                for i, x in enumerate(batch["input_ids"])
-            ]
-            real = batch.get("attention_mask", [torch.ones_like(x) for x in ids])
-            labels = batch.get("labels", [torch.zeros_like(x) for x in ids])
-            rows = [
-                (x[m.cpu() != 0], (y.cpu() != -100)[m.cpu() != 0])
-                for x, m, y in zip(ids, real, labels)
-            ]
-        elif self.start_token_id is None:
-            rows = [self.ids(f"ptx_batch[{i}]", x) for i, x in enumerate(batch)]
-            rows = [(x, torch.ones_like(x)) for x in rows]
-        else:
+        if self.start_token_id is not None:
             pairs = [[self.ids(f"ptx_batch[{i}]", x) for x in pair] for i, pair in enumerate(batch)]
-            start = torch.tensor([self.start_token_id])
-            targets = [torch.cat([start, target]) for _, target in pairs]
-            return [(s, t, torch.ones_like(t)) for (s, _), t in zip(pairs, targets)]
-        return [(x[:1], x[1:], mask[1:]) for x, mask in rows if len(x) > 1]
+            targets = [torch.cat([torch.tensor([self.start_token_id]), y]) for _, y in pairs]
+            return [(x, y, torch.ones_like(y)) for (x, _), y in zip(pairs, targets)]
+        texts = batch["input_ids"] if hasattr(batch, "keys") else batch
+        texts = [self.ids(f"ptx_batch[{i}]", x) for i, x in enumerate(texts)]
+        masks = [torch.ones_like(x) for x in texts]
+        if hasattr(batch, "keys"):
+            real = [m.cpu() != 0 for m in batch.get("attention_mask", masks)]
+            labels = [y.cpu() for y in batch.get("labels", masks)]
+            masks = [(y != -100)[m] for y, m in zip(labels, real)]
+            texts = [x[m] for x, m in zip(texts, real)]
+        return [(x[:1], x[1:], mask[1:]) for x, mask in zip(texts, masks) if len(x) > 1]
 
 
 def _per_token(

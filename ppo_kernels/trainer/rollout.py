@@ -17,9 +17,8 @@ class Batch:
 
     input_ids, attention_mask, position_ids [B, L]; lengths [B]. mask [B, L-1]: True at j if token
     j+1 is an action, so that `logprobs[:, j]`, `values[:, j]` and `mask[:, j]` speak of the same
-    one. `labels` [n]: the response tokens, row by row; `steps` [n]: their index in the response;
-    `at` [n]: flat positions in [B, L] of the states they are chosen in; `ends` [B]: of the last
-    tokens. Seq2seq: L is the decoder's length, the encoder_* are its input.
+    one. `labels` [n]: the response tokens, row by row; `at` [n]: flat positions in [B, L] of the
+    states they are chosen in; `ends` [B]: of the last tokens. Seq2seq: L is the decoder's length.
     """
 
     input_ids: Tensor
@@ -28,7 +27,6 @@ class Batch:
     lengths: Tensor
     mask: Tensor
     labels: Tensor
-    steps: Tensor
     at: Tensor
     ends: Tensor
     encoder_input_ids: Tensor | None = None
@@ -79,8 +77,8 @@ def collate(
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     start = L - lengths if padding_side == "left" else torch.zeros_like(lengths)
     index = torch.arange(L).expand(B, L) - start[:, None]  # of a token in its row
-    step = index - torch.tensor([len(q) for q in queries], dtype=torch.int64)[:, None]
-    response = (step >= 0) & (index < lengths[:, None])
+    first = torch.tensor([len(q) for q in queries], dtype=torch.int64)
+    response = (index >= first[:, None]) & (index < lengths[:, None])
     action = response.clone()
     for i, m in enumerate(response_masks or ()):
         action[i, response[i]] = torch.as_tensor(m).bool().cpu()
@@ -92,7 +90,6 @@ def collate(
         lengths=lengths,
         mask=action[:, 1:],
         labels=input_ids.flatten()[tokens],
-        steps=step.flatten()[tokens],
         at=tokens - 1,
         ends=torch.arange(B) * L + start + lengths - 1,
     )
@@ -111,6 +108,11 @@ def _pad(rows: list[Tensor], fill: int, side: str) -> tuple[Tensor, Tensor]:
         where = slice(L - len(row), L) if side == "left" else slice(0, len(row))
         ids[i, where], attention[i, where] = row, 1
     return ids, attention
+
+
+# [B, T] of what is scored, and of what is made of it.
+TOKEN_FIELDS = ("logprobs", "ref_logprobs", "values", "entropy", "kl")
+TOKEN_FIELDS += ("rewards", "advantages", "returns", "rollout_logprobs")
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ppo_kernels.ops.loss import PPOLoss
+from ppo_kernels.ranks import Ranks
 from ppo_kernels.trainer.config import PPOConfig
-from ppo_kernels.trainer.ranks import Ranks
 from ppo_kernels.trainer.rollout import Rollout
 
 # Of a minibatch: parts of its loss, sums over its n tokens, the largest of a token.
@@ -24,7 +24,12 @@ SUMS = (*PARTS, "ptx", *MEANS, "entropy", "vpred", "error", "n")
 PEAKS = ("ratio_max", "logprob_gap")
 
 
-def micro_stats(out: PPOLoss, new: dict[str, Tensor], old: Rollout) -> tuple[Tensor, Tensor]:
+def zeros(device: torch.device) -> tuple[Tensor, Tensor]:
+    options = {"dtype": torch.float64, "device": device}
+    return torch.zeros(len(SUMS), **options), torch.zeros(len(PEAKS), **options)
+
+
+def of_micro_batch(out: PPOLoss, new: dict[str, Tensor], old: Rollout) -> tuple[Tensor, Tensor]:
     """(SUMS, PEAKS) of one micro-batch, fp64, on its device."""
     n = out.stats["n"]
     error = (new["values"] - old.returns) ** 2
@@ -48,7 +53,7 @@ def verdict(mb: dict[str, float], cfg: PPOConfig) -> str:
     return "step" if sound else "skip"
 
 
-def update_stats(minibatches: list[dict[str, Any]]) -> dict[str, float]:
+def of_update(minibatches: list[dict[str, Any]]) -> dict[str, float]:
     """Means over minibatches, weighted by their tokens."""
     live = [mb for mb in minibatches if mb["n"]]
     tokens = sum(mb["n"] for mb in live) or 1.0
@@ -69,7 +74,7 @@ def update_stats(minibatches: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def rollout_stats(rollout: Rollout, kl_coef: float, ranks: Ranks) -> dict[str, float]:
+def of_rollout(rollout: Rollout, kl_coef: float, ranks: Ranks) -> dict[str, float]:
     """Everything a rollout says by itself; one reduction, one copy to the host."""
     ro, mask, live = rollout, rollout.mask, rollout.mask.any(-1)
     tokens = {"k1": ro.logprobs - ro.ref_logprobs, "kl": ro.kl, "entropy": ro.entropy}

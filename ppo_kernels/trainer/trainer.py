@@ -16,32 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ppo_kernels import compute_rewards, gae, kl_penalty, masked_whiten, ppo_loss
-from ppo_kernels.trainer import forward
+from ppo_kernels import compute_rewards, gae, kl_penalty, masked_whiten, modes, ppo_loss
+from ppo_kernels.ranks import Ranks
+from ppo_kernels.trainer import forward, stats
 from ppo_kernels.trainer.config import KL_KINDS, PPOConfig
 from ppo_kernels.trainer.control import AdaptiveKLController, FixedKLController, RunningMoments
 from ppo_kernels.trainer.inputs import InputChecker
-from ppo_kernels.trainer.ranks import Ranks
-from ppo_kernels.trainer.rollout import Batch, BatchOrder, Rollout, collate
-from ppo_kernels.trainer.stats import (
-    PEAKS,
-    SUMS,
-    micro_stats,
-    rollout_stats,
-    self_check,
-    update_stats,
-    verdict,
-)
+from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, BatchOrder, Rollout, collate
 
 # generate()'s defaults, plain samples of the policy whatever the model's generation_config says,
 PLAIN_SAMPLING = {
     **{"do_sample": True, "num_beams": 1, "top_k": 0, "top_p": 1.0, "min_p": None},
-    **{"typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0},
+    **{"typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+    **{"min_length": 0, "min_new_tokens": None},
 }
 # and other values that change nothing either.
-ALSO_PLAIN = {"top_k": (None,), "top_p": (None,), "min_length": (-1, None)}
-TOKEN_FIELDS = ("logprobs", "ref_logprobs", "values", "entropy", "kl")
-TOKEN_FIELDS += ("rewards", "advantages", "returns", "rollout_logprobs")
+ALSO_PLAIN = {"top_k": (None,), "top_p": (None,), "min_length": (-1, None), "min_new_tokens": (0,)}
 
 
 class PPOTrainer:
@@ -95,48 +85,46 @@ class PPOTrainer:
         self._order_state: dict[str, int] = {}
         self.dataloader = None
         if dataset is not None:
+            order, collator = self._order(len(dataset)), data_collator or _columns
             self.dataloader = torch.utils.data.DataLoader(
-                dataset,
-                batch_sampler=self._order(len(dataset)),
-                collate_fn=data_collator or _columns,
+                dataset, batch_sampler=order, collate_fn=collator
             )
 
     def _set_tokens(self, pad_token_id: int | None) -> None:
-        cfg, model_config = self.config, getattr(self.model, "config", None)
         owners = (self.tokenizer, getattr(self.model, "generation_config", None))
         eos = [getattr(owner, "eos_token_id", None) for owner in owners]
         self.eos_ids = sorted({i for e in eos for i in ([e] if isinstance(e, int) else e or [])})
         pads = (pad_token_id, getattr(self.tokenizer, "pad_token_id", None), *self.eos_ids, 0)
         self.pad_token_id = next(p for p in pads if p is not None)
-        seq2seq = getattr(model_config, "is_encoder_decoder", False)
-        self.start_token_id = model_config.decoder_start_token_id if seq2seq else None
-        for name in ("missing_eos_penalty", "min_new_tokens"):
-            if getattr(cfg, name) and not self.eos_ids:
-                raise ValueError(
-                    f"{name} needs an EOS id: give a tokenizer with eos_token_id, or set "
-                    "model.generation_config.eos_token_id"
-                )
-        self._check = InputChecker(cfg, model_config, self.eos_ids, self.start_token_id)
+        config = getattr(self.model, "config", None)
+        seq2seq = getattr(config, "is_encoder_decoder", False)
+        self.start_token_id = config.decoder_start_token_id if seq2seq else None
+        self._check = InputChecker(self.config, config, self.eos_ids, self.start_token_id)
+        if self.config.missing_eos_penalty is not None and not self.eos_ids:
+            raise ValueError(
+                "missing_eos_penalty needs an EOS id: give a tokenizer with eos_token_id, or set "
+                "model.generation_config.eos_token_id"
+            )
 
     def _set_reference(self, ref_model: nn.Module | None, reference: str | None) -> None:
         if ref_model is self.model:
             raise ValueError("ref_model is the model being trained; leave it None to clone that")
-        self._peft = forward.peft_model(self.model)
-        if reference is not None and (self._peft is None or ref_model is not None):
+        peft = self._peft = modes.peft_model(self.model)
+        if reference is not None and (peft is None or ref_model is not None):
             raise ValueError("reference names an adapter of a peft model, without a ref_model")
-        names = ["base", *(self._peft.peft_config if self._peft is not None else ())]
+        names = ["base", *(peft.peft_config if peft is not None else ())]
         if reference not in (None, *names):
             raise ValueError(f"reference must be one of {', '.join(names)}; got {reference!r}")
-        if ref_model is None and self._peft is not None and reference is None:
-            if not forward.adapter_is_fresh(self._peft):
+        if ref_model is None and peft is not None:
+            if reference is None and not modes.adapter_is_fresh(peft):
                 raise ValueError(
                     "reference: the adapter of model already changes it, so the model with the "
                     "adapter disabled is not the policy that training starts from. Give a "
                     "ref_model, reference='<name>' of a second adapter with the same weights, or "
                     "reference='base' if the base model is meant"
                 )
-            reference = "base"
-        elif ref_model is None and self._peft is None:
+            reference = reference or "base"
+        elif ref_model is None:
             source = getattr(self.model, "policy", getattr(self.model, "pretrained_model", None))
             ref_model = copy.deepcopy(self.model if source is None else source)
             ref_model.requires_grad_(False)
@@ -159,10 +147,10 @@ class PPOTrainer:
         if not trainable:
             raise ValueError("model has no parameter that requires a gradient")
         if optimizer is None:
-            rates = (cfg.learning_rate, cfg.value_learning_rate or cfg.learning_rate)
+            own = cfg.learning_rate if cfg.value_learning_rate is None else cfg.value_learning_rate
             split = [[p for p in trainable if (p in values) == is_value] for is_value in (0, 1)]
-            groups = [{"params": ps, "lr": lr} for ps, lr in zip(split, rates) if ps]
-            optimizer = torch.optim.Adam(groups, lr=cfg.learning_rate)
+            groups = [{"params": ps, "lr": lr} for ps, lr in zip(split, (cfg.learning_rate, own))]
+            optimizer = torch.optim.Adam([g for g in groups if g["params"]], lr=cfg.learning_rate)
         elif cfg.value_learning_rate is not None:
             raise ValueError("value_learning_rate is for the default optimizer, got an optimizer")
         self.optimizer = optimizer
@@ -170,7 +158,7 @@ class PPOTrainer:
         self._policy_parameters = [p for p in self.parameters if p not in values]
 
     def _order(self, n: int) -> BatchOrder:
-        """The order of n rows; its place in it survives checkpoints."""
+        """The order of n rows; the place in it survives checkpoints."""
         if self.order is None or self.order.n != n:
             cfg, ranks = self.config, self.ranks
             order = BatchOrder(n, cfg.batch_size, cfg.seed, cfg.shuffle, ranks.rank, ranks.size)
@@ -191,26 +179,23 @@ class PPOTrainer:
         and generation_config stay as they are. return_prompt puts the query in front.
         """
         self._check_sampling(gen_kwargs)
-        cfg, empty = self.config, torch.empty(0, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int64)
         batch = collate(queries, [empty] * len(queries), self.pad_token_id).to(self.device)
-        options = PLAIN_SAMPLING | {"temperature": cfg.temperature, "use_cache": True}
-        options |= {"pad_token_id": self.pad_token_id}
+        options = {"temperature": self.config.temperature, "pad_token_id": self.pad_token_id}
         options |= {"eos_token_id": self.eos_ids} if self.eos_ids else {}
-        options |= {"min_new_tokens": cfg.min_new_tokens} if cfg.min_new_tokens else {}
-        options |= gen_kwargs
+        options |= PLAIN_SAMPLING | {"use_cache": True} | gen_kwargs
         seed = int(torch.randint(2**62, (1,), generator=self.generator))
         devices = [self.device] if self.device.type == "cuda" else []
-        with forward.without_dropout(self.model), torch.random.fork_rng(devices):
+        with modes.without_dropout(self.model), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            ids = self.model.generate(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options
-            ).cpu()
+            ids, attention = batch.input_ids, batch.attention_mask
+            out = self.model.generate(input_ids=ids, attention_mask=attention, **options).cpu()
         first = 0 if self.start_token_id is None else 1
-        ids = ids if first else ids[:, batch.input_ids.shape[1] :]
-        eos = torch.tensor(options.get("eos_token_id") or [], dtype=ids.dtype).reshape(-1)
-        ended = torch.isin(ids[:, first:], eos).long()
+        out = out if first else out[:, ids.shape[1] :]
+        eos = torch.tensor(options.get("eos_token_id") or [], dtype=out.dtype).reshape(-1)
+        ended = torch.isin(out[:, first:], eos).long()
         lengths = first + (ended.cumsum(-1) - ended == 0).sum(-1)
-        rows = [row[:n].to(q.device) for row, n, q in zip(ids, lengths.tolist(), queries)]
+        rows = [row[:n].to(q.device) for row, n, q in zip(out, lengths.tolist(), queries)]
         return [torch.cat([q, r]) for q, r in zip(queries, rows)] if return_prompt else rows
 
     def _check_sampling(self, gen_kwargs: dict[str, Any]) -> None:
@@ -220,9 +205,8 @@ class PPOTrainer:
                 f"temperature={temperature} belongs in PPOConfig.temperature (now "
                 f"{self.config.temperature}), where old, new and reference log-probs see it"
             )
-        plain = PLAIN_SAMPLING | {"min_new_tokens": self.config.min_new_tokens}
-        for name in gen_kwargs.keys() & plain.keys():
-            if gen_kwargs[name] not in (plain[name], *ALSO_PLAIN.get(name, ())):
+        for name in gen_kwargs.keys() & PLAIN_SAMPLING.keys():
+            if gen_kwargs[name] not in (PLAIN_SAMPLING[name], *ALSO_PLAIN.get(name, ())):
                 warnings.warn(
                     f"generate({name}={gen_kwargs[name]!r}) samples from another distribution than "
                     "the one whose log-probs are trained: expect negative KL and biased updates",
@@ -246,19 +230,18 @@ class PPOTrainer:
         Order: raw score -> running scale -> clip -> missing-EOS penalty -> on the last action ->
         + KL penalty -> optional whitening. Of the trainer, only the running moments move.
         """
-        cfg = self.config
         x = self.ranks.together(lambda: self._check(queries, responses, scores, **options))
         full = self._collate(x.queries, x.responses, x.masks)
-        zeros = {name: torch.zeros(full.mask.shape, device=self.device) for name in TOKEN_FIELDS}
-        rows = {"raw_scores": x.scores.float(), "finished": x.finished, "truncated": x.truncated}
+        tokens = {name: torch.zeros(full.mask.shape, device=self.device) for name in TOKEN_FIELDS}
+        tokens["rollout_logprobs"] = full.scatter(x.rollout_logprobs.to(self.device))
+        rows = {"raw_scores": x.scores.float(), "bootstrap": torch.zeros(len(queries))}
         rows |= {"scores": self._shaped(x.scores, full.mask.any(-1).cpu(), x.finished)}
-        rows = {name: value.to(self.device) for name, value in rows.items()}
-        bootstrap = torch.zeros(len(queries), device=self.device)
-        ro = Rollout(x.queries, x.responses, full.mask, **zeros, **rows, bootstrap=bootstrap)
-        ro.rollout_logprobs = full.scatter(x.rollout_logprobs.to(self.device))
+        rows |= {"finished": x.finished, "truncated": x.truncated}
+        rows = {name: row.to(self.device) for name, row in rows.items()}
+        ro = Rollout(x.queries, x.responses, full.mask, **tokens, **rows)
         order = sorted(range(len(ro)), key=full.lengths.tolist().__getitem__)
-        size = cfg.micro_batch_size or cfg.mini_batch_size
-        with forward.without_dropout(self.model, self.ref_model):
+        size = self.config.micro_batch_size or self.config.mini_batch_size
+        with modes.without_dropout(self.model, self.ref_model):
             for start in range(0, len(ro), size):
                 self._score(ro, order[start : start + size])
         ro.rewards = self._rewards(ro, full.scatter(x.token_scores.to(self.device)))
@@ -281,11 +264,11 @@ class PPOTrainer:
         """Fill in what policy and reference say about some rows."""
         cfg, kind = self.config, KL_KINDS[self.config.kl_penalty]
         batch = self._collate([ro.queries[i] for i in rows], [ro.responses[i] for i in rows])
-        policy = forward.action_states(self.model, batch, self._readable, True, cfg)
+        policy = forward.action_states(self.model, batch, self._readable, True, cfg.bf16)
         new = {"values": policy.values.flatten()[batch.at]}
         new["logprobs"], new["entropy"] = self._logprobs(policy, batch)
         with self._reference() as (model, readable):
-            ref = forward.action_states(model, batch, readable, False, cfg)
+            ref = forward.action_states(model, batch, readable, False, cfg.bf16)
             new["ref_logprobs"], _ = self._logprobs(ref, batch)
             if kind == "full":
                 new["kl"] = forward.full_kl(policy, ref, cfg.temperature)
@@ -293,23 +276,23 @@ class PPOTrainer:
                 new["kl"] = kl_penalty(new["logprobs"], new["ref_logprobs"], kind)
         T = batch.mask.shape[1]
         for name, x in new.items():
-            getattr(ro, name)[rows, :T] = torch.where(
-                ro.mask[rows, :T], batch.scatter(x.float()), 0
-            )
+            x = torch.where(ro.mask[rows, :T], batch.scatter(x.float()), 0)
+            getattr(ro, name)[rows, :T] = x
         if cfg.bootstrap_truncated:
             # The forward has read the last token too, so V of the state after it is at hand.
-            after = policy.values.flatten()[batch.ends].float()
+            after = policy.values.flatten()[batch.ends]
             ro.bootstrap[rows] = torch.where(ro.truncated[rows], after, 0)
 
     def _logprobs(self, states: forward.States, batch: Batch) -> tuple[Tensor, Tensor]:
-        return forward.logprobs_and_entropy(states, batch, self.config, self.eos_ids)
+        cfg = self.config
+        return forward.token_logprobs(states, batch.labels, cfg.temperature, cfg.bf16)
 
     @contextlib.contextmanager
     def _reference(self) -> Iterator[tuple[nn.Module, bool]]:
         if self.ref_model is not None:
             yield self.ref_model, self._ref_readable
         else:
-            with forward.adapter(self._peft, self.reference):
+            with modes.adapter(self._peft, self.reference):
                 yield self.model, self._readable
 
     def _shaped(self, scores: Tensor, live: Tensor, finished: Tensor) -> Tensor:
@@ -330,15 +313,10 @@ class PPOTrainer:
         cfg, beta, kind = self.config, self.kl_ctl.value, KL_KINDS[self.config.kl_penalty]
         if kind == "full":  # no function of the two log-probs, so it goes in as rewards per token
             token_rewards, beta, kind = token_rewards - beta * ro.kl, 0.0, "k1"
+        options = {"kl_coef": beta, "kl_penalty": kind, "kl_placement": cfg.kl_placement}
+        logprobs = (ro.logprobs, ro.ref_logprobs)
         rewards = compute_rewards(
-            ro.scores,
-            ro.logprobs,
-            ro.ref_logprobs,
-            ro.mask,
-            kl_coef=beta,
-            kl_penalty=kind,
-            kl_placement=cfg.kl_placement,
-            token_rewards=token_rewards,
+            ro.scores, *logprobs, ro.mask, token_rewards=token_rewards, **options
         )
         if cfg.whiten_rewards:
             rewards = masked_whiten(rewards, ro.mask, shift_mean=False, group=self.ranks.group)
@@ -370,10 +348,10 @@ class PPOTrainer:
         options["response_masks"] = response_masks
         rollout = self.rollout(queries, responses, scores, **options)
         scored = time.perf_counter()
-        stats = self.update(rollout, ptx_batch=ptx_batch)
-        stats["time/ppo/forward_pass"] = scored - began
-        stats["time/ppo/total"] = time.perf_counter() - began
-        return stats
+        out = self.update(rollout, ptx_batch=ptx_batch)
+        out["time/ppo/forward_pass"] = scored - began
+        out["time/ppo/total"] = time.perf_counter() - began
+        return out
 
     def update(self, rollout: Rollout, *, ptx_batch: Any = None) -> dict[str, float]:
         """ppo_epochs passes of minibatches, then the KL controller and the scheduler, once each.
@@ -388,8 +366,7 @@ class PPOTrainer:
         began, cfg = time.perf_counter(), self.config
         ptx = self.ranks.together(self._check.ptx, ptx_batch)
         done: list[dict[str, Any]] = []
-        models = (self.model,) if cfg.disable_dropout else ()
-        with forward.without_dropout(*models, training=True):
+        with modes.without_dropout(*[self.model][: cfg.disable_dropout], training=True):
             for minibatch in self._minibatches(rollout, ptx):
                 done.append(self._backward(rollout, *minibatch))
                 if done[-1]["verdict"] == "step":
@@ -397,18 +374,18 @@ class PPOTrainer:
                 self.optimizer.zero_grad(set_to_none=True)
                 if done[-1]["verdict"] == "stop":
                     break
-        stats = rollout_stats(rollout, self.kl_ctl.value, self.ranks) | update_stats(done)
-        stats["ppo/learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
+        out = stats.of_rollout(rollout, self.kl_ctl.value, self.ranks) | stats.of_update(done)
+        out["ppo/learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         kl = "objective/kl" if cfg.kl_unit == "sequence" else "objective/kl_per_token"
-        self.kl_ctl.update(stats[kl], int(stats["tokens/responses"]))
+        self.kl_ctl.update(out[kl], int(out["tokens/responses"]))
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.step_count += 1
-        self.samples += int(stats["tokens/responses"])
-        stats["time/ppo/optimize_step"] = time.perf_counter() - began
+        self.samples += int(out["tokens/responses"])
+        out["time/ppo/optimize_step"] = time.perf_counter() - began
         if self.step_count == 1 and self.ranks.rank == 0:
-            print(self_check(stats, cfg))
-        return stats
+            print(stats.self_check(out, cfg))
+        return out
 
     def _minibatches(
         self, ro: Rollout, ptx: list[Any]
@@ -418,25 +395,21 @@ class PPOTrainer:
         n = int(self.ranks.max(torch.tensor(math.ceil(B / size), device=self.device)))
         actions = ro.mask.sum(-1).cpu()
         texts = [ptx[k::n] for k in range(n)]
+        words = [sum(int(mask.sum()) for _, _, mask in chunk) for chunk in texts]
         for _ in range(self.config.ppo_epochs):
             order = torch.randperm(B, generator=self.generator)
             order = (order if self.config.shuffle else torch.arange(B)).tolist()
             rows = [order[k * size : (k + 1) * size] for k in range(n)]
-            totals = torch.zeros(n, 3, dtype=torch.float64)
-            for k in range(n):
-                own = actions[rows[k]]
-                totals[k, 0], totals[k, 1] = own.sum(), (own > 0).sum()
-                totals[k, 2] = sum(int(mask.sum()) for _, _, mask in texts[k])
-            totals = self.ranks.sum(totals.to(self.device)).tolist()
-            yield from zip(rows, texts, totals, [n] * n)
+            own = [(actions[r].sum(), (actions[r] > 0).sum(), w) for r, w in zip(rows, words)]
+            totals = torch.tensor(own, dtype=torch.float64).to(self.device)
+            yield from zip(rows, texts, self.ranks.sum(totals).tolist(), [n] * n)
 
     def _backward(
         self, ro: Rollout, rows: list[int], ptx: list[Any], totals: list[float], of: int
     ) -> dict[str, Any]:
         """Gradients of one minibatch, micro-batch by micro-batch, and one copy to the host."""
         cfg = self.config
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        peaks = torch.zeros(len(PEAKS), dtype=torch.float64, device=self.device)
+        sums, peaks = stats.zeros(self.device)
         size = cfg.micro_batch_size or cfg.mini_batch_size
         rows = sorted(rows, key=lambda i: len(ro.queries[i]) + len(ro.responses[i]))
         for start in range(0, len(rows) if totals[0] else 0, size):
@@ -447,7 +420,7 @@ class PPOTrainer:
         for start in range(0, len(ptx) if totals[0] else 0, size):
             loss = self._ptx_loss(ptx[start : start + size]) / max(totals[2], 1.0)
             (cfg.ptx_coef * loss).backward()
-            sums[SUMS.index("ptx")] += loss.detach()
+            sums[stats.SUMS.index("ptx")] += loss.detach()
         self.ranks.sum_gradients(self.parameters)
         if self.step_count < cfg.critic_warmup_steps:
             for p in self._policy_parameters:
@@ -456,19 +429,20 @@ class PPOTrainer:
         if cfg.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, cfg.max_grad_norm, norm)
         numbers = [self.ranks.sum(sums), self.ranks.max(peaks), norm.to(sums).reshape(1)]
-        out = dict(zip((*SUMS, *PEAKS, "grad_norm"), torch.cat(numbers).tolist()))
-        return out | {"verdict": verdict(out, cfg), "of": of}
+        out = dict(zip((*stats.SUMS, *stats.PEAKS, "grad_norm"), torch.cat(numbers).tolist()))
+        return out | {"verdict": stats.verdict(out, cfg), "of": of}
 
     def _loss(self, old: Rollout, totals: list[float]) -> tuple[Tensor, Tensor, Tensor]:
         """This micro-batch's part of the minibatch's loss, and its statistics."""
         cfg = self.config
         batch = self._collate(old.queries, old.responses)
         old = old.widen(batch.mask.shape[1]).to(self.device)
-        states = forward.action_states(self.model, batch, self._readable, True, cfg)
+        states = forward.action_states(self.model, batch, self._readable, True, cfg.bf16)
         logprobs, entropy = self._logprobs(states, batch)
         new = {"logprobs": logprobs, "values": states.values.flatten()[batch.at]}
         new["entropy"] = entropy if cfg.ent_coef else entropy.detach()
         new = {name: batch.scatter(x.float()) for name, x in new.items()}
+        names = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value", "vf_coef")
         out = ppo_loss(
             new["logprobs"],
             old.logprobs,
@@ -480,25 +454,21 @@ class PPOTrainer:
             entropy=new["entropy"],
             ref_logprobs=old.ref_logprobs,
             rollout_logprobs=old.rollout_logprobs if cfg.rollout_is_cap else None,
-            cliprange=cfg.cliprange,
-            cliprange_high=cfg.cliprange_high,
-            dual_clip=cfg.dual_clip,
-            cliprange_value=cfg.cliprange_value,
-            vf_coef=cfg.vf_coef,
             ent_coef=cfg.ent_coef,
             kl_coef=cfg.kl_loss_coef,
             is_cap=cfg.rollout_is_cap or 1.0,
             reduction="sum" if cfg.loss_divisor else cfg.loss_agg_mode,
             normalizer=cfg.loss_divisor or totals[cfg.loss_agg_mode.startswith("seq")],
+            **{name: getattr(cfg, name) for name in names},
         )
-        return out.loss, *micro_stats(out, new, old)
+        return out.loss, *stats.of_micro_batch(out, new, old)
 
     def _ptx_loss(self, rows: list[Any]) -> Tensor:
-        """-sum log p over the tokens of some texts."""
-        batch = self._collate(*map(list, zip(*rows)))
-        states = forward.action_states(self.model, batch, self._readable, True, self.config)
-        logprobs = batch.scatter(forward.ptx_logprobs(states, batch, self.config))
-        return -torch.where(batch.mask, logprobs, 0).sum()
+        """-sum log p over the tokens of some texts, at temperature 1."""
+        batch, bf16 = self._collate(*map(list, zip(*rows))), self.config.bf16
+        states = forward.action_states(self.model, batch, self._readable, True, bf16)
+        logprobs, _ = forward.token_logprobs(states, batch.labels, 1.0, bf16)
+        return -torch.where(batch.mask, batch.scatter(logprobs), 0).sum()
 
     # -------------------------------------------------------------------- loop and checkpoints
 
@@ -525,14 +495,15 @@ class PPOTrainer:
         order, history = self._order(len(prompts)), []
         batches = (rows for _ in iter(int, 1) for rows in order)  # epoch after epoch
         for _, rows in zip(range(steps), batches):
-            chosen = queries = [prompts[i] for i in rows]
+            asked = queries = [prompts[i] for i in rows]
             if texts:
-                queries = [torch.tensor(self.tokenizer(t)["input_ids"]) for t in chosen]
-            responses = said = self.generate(queries, **gen_kwargs)
+                queries = [torch.tensor(self.tokenizer(text)["input_ids"]) for text in asked]
+            said = responses = self.generate(queries, **gen_kwargs)
             if texts:
-                said = [self.tokenizer.decode(r, skip_special_tokens=True) for r in responses]
+                decode = self.tokenizer.decode
+                said = [decode(r, skip_special_tokens=True) for r in responses]
             try:
-                scores = self.ranks.together(reward_fn, chosen, said)
+                scores = self.ranks.together(reward_fn, asked, said)
             except Exception as e:
                 raise RuntimeError(f"reward_fn failed at step {self.step_count + 1}: {e}") from e
             history.append(self.step(queries, responses, scores))
@@ -554,8 +525,7 @@ class PPOTrainer:
             "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(),
             "kl_ctl": self.kl_ctl.state_dict(),
             "running": self.running.state_dict(),
-            "step": self.step_count,
-            "samples": self.samples,
+            "counts": {"step_count": self.step_count, "samples": self.samples},
             "order": self.order.state_dict() if self.order else self._order_state,
             "frozen": self._frozen_sum,
             "random": self.ranks.gather(random_state(self.generator, self.device)),
@@ -563,7 +533,7 @@ class PPOTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where state_dict() was called; everything is checked before anything changes."""
-        own = self.state_dict()
+        own, size = self.state_dict(), self.ranks.size
         if state.keys() != own.keys():
             wrong = ", ".join(sorted(state.keys() ^ own.keys()))
             raise ValueError(f"this is no state of PPOTrainer: {wrong} missing or unknown")
@@ -571,9 +541,8 @@ class PPOTrainer:
         if theirs != ours:
             wrong = sorted({name for name, _ in theirs.items() ^ ours.items()})
             raise ValueError(f"the state is of another model: {', '.join(wrong[:4])} differ")
-        if len(state["random"]) != self.ranks.size:
-            saved = len(state["random"])
-            raise ValueError(f"the state is of {saved} ranks, this run has {self.ranks.size}")
+        if len(state["random"]) != size:
+            raise ValueError(f"the state is of {len(state['random'])} ranks, this run has {size}")
         if not math.isclose(state["frozen"], self._frozen_sum, rel_tol=1e-6):
             raise ValueError(
                 "ref_model or frozen weights are not those the saved run started with: make the "
@@ -581,16 +550,13 @@ class PPOTrainer:
             )
         if (state["lr_scheduler"] is None) != (self.lr_scheduler is None):
             raise ValueError("lr_scheduler must be given exactly if the saved run had one")
-        self.optimizer.load_state_dict(state["optimizer"])
+        for name in ("optimizer", "lr_scheduler", "kl_ctl", "running"):
+            if state[name] is not None:
+                getattr(self, name).load_state_dict(state[name])
         with torch.no_grad():
             for name, x in state["model"].items():
                 self.model.get_parameter(name).copy_(x)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        self.kl_ctl.load_state_dict(state["kl_ctl"])
-        self.running.load_state_dict(state["running"])
-        self.step_count, self.samples = state["step"], state["samples"]
-        self._order_state = state["order"]
+        vars(self).update(state["counts"], _order_state=state["order"])
         if self.order is not None:
             vars(self.order).update(state["order"])
         set_random_state(state["random"][self.ranks.rank], self.generator, self.device)
@@ -628,10 +594,8 @@ def random_state(generator: torch.Generator, device: torch.device) -> dict[str, 
     }
 
 
-def set_random_state(
-    state: dict[str, Any], generator: torch.Generator, device: torch.device
-) -> None:
-    generator.set_state(state["generator"].cpu())
+def set_random_state(state: dict[str, Any], own: torch.Generator, device: torch.device) -> None:
+    own.set_state(state["generator"].cpu())
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)

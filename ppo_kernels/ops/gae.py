@@ -1,5 +1,7 @@
 """gae: generalized advantage estimation over ragged, masked and packed batches."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -131,6 +133,15 @@ def _reference(
     return out.advantages[inside], out.returns[inside], out.stats
 
 
+def _triton(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The op on CUDA without nvcc. The Triton kernel computes in fp32, so fp64 is not its."""
+    if args[1].dtype == torch.float64:
+        return _reference(*args)
+    from ppo_kernels.kernels import gae as kernels
+
+    return kernels.gae(*args)
+
+
 def _fake(rewards: Tensor | None, values: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     out = values.new_empty(values.shape, dtype=dtype)
@@ -144,6 +155,7 @@ define(
     "-> (Tensor advantages, Tensor returns, Tensor stats)",
     _reference,
     _fake,
+    triton_twin=_triton,
 )
 
 

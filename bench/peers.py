@@ -139,7 +139,7 @@ def _torchrl_gae(device: torch.device) -> Callable[..., dict[str, Tensor]]:
         valid = mask.gather(1, order)
         r, v = (torch.where(valid, x.gather(1, order), 0).unsqueeze(-1) for x in (r, v))
         following = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
-        last = torch.arange(v.shape[1], device=v.device) >= valid.sum(1, keepdim=True) - 1
+        last = torch.arange(v.shape[1], device=v.device) == valid.sum(1, keepdim=True) - 1
         a, ret = vec_generalized_advantage_estimate(
             gamma, lam, v, following, r, last.unsqueeze(-1), time_dim=-2
         )

@@ -145,10 +145,10 @@ def case(
 def sweep(device: torch.device) -> list[Case]:
     """Peak memory over N x V. On a CPU H is small, or it would take hours; above the inputs and
     gradients memory hardly depends on H."""
-    H = 1024 if device.type == "cuda" else 16
+    H, dtype = (1024, "bf16") if device.type == "cuda" else (16, "fp32")
     pair = {"only": ("ours", "eager"), "memory_only": True}
     return [
-        case(N, H, V, "bf16", device, sweep=(f"N at V={V}", N), **pair)
+        case(N, H, V, dtype, device, sweep=(f"N at V={V}", N), **pair)
         for V in (32768, 131072, 262144)
         for N in (2048, 8192, 32768)
     ]

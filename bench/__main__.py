@@ -22,7 +22,7 @@ from bench.case import DTYPES
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
 PACKAGES += ("torchrl", "verl", "openrlhf", "quack-kernels", "flash-attn", "pufferlib")
-BUDGET = {"small": 0.5, "default": 6.0, "sweep": 2.0, "large": 0.0}
+BUDGET = {"small": 0.5, "default": 5.0, "sweep": 2.0, "large": 0.0}
 GPU_BUDGET = 2.0
 
 

@@ -61,14 +61,17 @@ def _scaling(plt: Any, rows: list[Row], result: dict[str, Any], op: str, path: P
         for j, varied in enumerate(axes_names):
             part = [r for r in rows if r["sweep"][0] == varied and kind in r]
             _lines(grid[i][j], part, kind, result["ceiling"], colors)
-            grid[i][j].set_xlabel(varied)
             grid[i][j].set_ylabel("milliseconds" if kind == "seconds" else "peak MiB above inputs")
-    grid[0][0].legend(frameon=False)
-    device = result["machine"]["device"]
-    fig.suptitle(
-        f"{op}: {rows[0]['case'].rsplit(', sweep', 1)[0]} and around, {device}", fontsize=10
-    )
-    fig.savefig(path, dpi=130)
+    for ax, varied in zip(grid[0], axes_names):
+        row = next(r for r in rows if r["sweep"][0] == varied)
+        fixed = row["case"].rsplit(", sweep", 1)[0].replace(f"{varied[0]}={row['sweep'][1]} ", "")
+        ax.set_title(f"{fixed}, {row['dtype']}", fontsize=9)
+    for ax, varied in zip(grid[-1], axes_names):
+        ax.set_xlabel(varied[0])
+    labels = {label: h for ax in fig.axes for h, label in zip(*ax.get_legend_handles_labels())}
+    fig.legend(labels.values(), labels, loc="outside lower center", ncols=6, frameon=False)
+    fig.suptitle(f"{op} on {result['machine']['device']}", fontsize=11)
+    fig.savefig(path, dpi=110)
     plt.close(fig)
 
 
@@ -89,12 +92,17 @@ def _lines(
         elif "copy" in ceiling:
             floors[r["sweep"][1]] = r["bytes"] / ceiling["copy"] * scale
     if any(floors.values()):
-        label = "floor: gradients or outputs" if kind == "peak_bytes" else "floor: copy or GEMM"
+        label = "least memory: outputs and gradients" if kind == "peak_bytes" else "least time"
         ax.plot(*zip(*sorted(floors.items())), color="#999999", linestyle=":", label=label)
+    values = sorted({r["sweep"][1] for r in rows})
     ax.set_xscale("log", base=2)
-    ax.set_yscale(
-        "log" if kind == "seconds" else "symlog", **({} if kind == "seconds" else {"linthresh": 1})
-    )
+    ax.set_xticks(values, [f"{v // 1024}k" if v % 1024 == 0 else str(v) for v in values])
+    if kind == "seconds":
+        ax.set_yscale("log")
+    else:
+        ax.set_yscale("symlog", linthresh=1)
+        ax.set_ylim(-0.2, 3 * max(r[kind] * scale for r in rows) + 1)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.grid(True, which="major", color="#e6e6e6", linewidth=0.6)
 
 
@@ -105,7 +113,7 @@ def _summary(plt: Any, bars: list[tuple[str, list[Row]]], device: str, path: Pat
     y, ticks, labels = 0.0, [], []
     for title, rows in bars:
         base = base_of(rows)
-        ax.text(1.0, y, title, fontsize=8, fontweight="bold", va="center")
+        ax.text(1.03, y, title, fontsize=8, fontweight="bold", va="center")
         y += 1
         for row in rows:
             if "seconds" not in row or row is base:
@@ -119,7 +127,9 @@ def _summary(plt: Any, bars: list[tuple[str, list[Row]]], device: str, path: Pat
         y += 0.6
     ax.set_yticks(ticks, labels, fontsize=8)
     ax.invert_yaxis()
+    ax.margins(y=0.01)
     ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     ax.axvline(1, color=COLORS["ours"], linewidth=2)
     ax.set_xlabel("time over ours (the line at 1)")
     ax.set_title(device, fontsize=9, loc="left")

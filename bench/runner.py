@@ -23,7 +23,7 @@ MEMORY_TIMEOUT = 400
 
 def run_case(case: Case, device: torch.device, budget: float, report: Report) -> list[Row]:
     """Rows of one case, one per contestant, whatever happened to it."""
-    rows = {c.name: _row(case, c) for c in case.contestants}
+    rows = {c.name: new_row(case, c) for c in case.contestants}
     free = timing.free_bytes(device)
     if case.input_bytes > 0.9 * free:
         for row in rows.values():
@@ -39,7 +39,7 @@ def run_case(case: Case, device: torch.device, budget: float, report: Report) ->
     return list(rows.values())
 
 
-def _row(case: Case, contestant: Contestant) -> Row:
+def new_row(case: Case, contestant: Contestant) -> Row:
     return {
         "op": case.op,
         "case": case.name,

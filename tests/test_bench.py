@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import __main__ as cli
-from bench import cases, peers, report, runner
+from bench import cases, peers, plots, report, runner
 from bench.case import Case, Contestant, Unavailable, error_against
 
 ROOT = Path(__file__).parents[1]
@@ -172,6 +172,20 @@ def test_a_run_writes_rows_and_an_unknown_name_does_not_stop_the_others(tmp_path
     assert all(r["status"] == "ok" for r in result["rows"])
     assert "PPO update" in captured.out
     assert "tokens/s" in captured.out
+
+
+def test_sweeps_and_headline_cases_are_drawn(tmp_path):
+    timed = {"status": "ok", "low": 1e-3, "high": 3e-3, "peak_bytes": 5e6}
+    rows = []
+    for at in (256, 1024):
+        case = _case(Contestant("ours", None), Contestant("eager", None), sweep=("N", at))
+        rows += [runner.new_row(case, c) | timed | {"seconds": at * 1e-6} for c in case.contestants]
+    case = _case(Contestant("ours", None), Contestant("eager", None), headline=True)
+    rows += [runner.new_row(case, c) | timed | {"seconds": 2e-3} for c in case.contestants]
+    result = {"rows": rows, "ceiling": {"copy": 1e10}, "machine": {"device": "a machine"}}
+    paths = plots.draw([result], tmp_path, "cpu")
+    assert [p.name for p in paths] == ["cpu-scaling-double.png", "cpu-summary.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
 
 
 def test_peak_memory_is_measured_in_a_fresh_process():

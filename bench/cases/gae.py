@@ -13,7 +13,7 @@ from ppo_kernels.reference import upcast
 
 GAMMA, LAM, KL_COEF = 0.99, 0.95, 0.05
 KINDS = {"masked": "interior mask", "unmasked": "no mask", "shaped": "KL shaping"}
-# Above this the loops would take longer than everything else together.
+# Above this the loops would take longer than everything else together; one is kept for one row.
 LONGEST_LOOP = 8192
 
 
@@ -101,8 +101,9 @@ def contestants(B: int, T: int, kind: str, device: torch.device) -> list[Contest
     for name, load in peers.GAE.items():
         if kind == "unmasked" or name in peers.GAE_WITH_MASK:
             found.append(Contestant(name, lambda f=load: plain(f(device))))
-    if T > LONGEST_LOOP and (B > 1 or device.type == "cuda"):
-        found = [c for c in found if c.name not in ("eager", "verl")]
+    if T > LONGEST_LOOP:
+        loops = ("verl",) if B == 1 and device.type == "cpu" else ("verl", "eager")
+        found = [c for c in found if c.name not in loops]
     return found
 
 

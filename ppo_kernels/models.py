@@ -292,7 +292,7 @@ def _linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _gathered(x: Tensor) -> Tensor:
-    """The full tensor of a DTensor (FSDP2 between forwards, tensor parallelism).
+    """The full tensor of a DTensor (FSDP2 between forwards).
 
     Its gradient is the average over the ranks, as FSDP averages: right for ranks that saw
     different rows, and for ranks that did the same work.

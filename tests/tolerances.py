@@ -17,6 +17,9 @@ FP16_OUT_INTERPRETER = {"rtol": 2**-10, "atol": 1e-5}
 LOGPROBS = {"rtol": 0.0, "atol": 2e-5}
 # Recorded numbers of other projects, mostly fp32 themselves.
 ORACLE = {"rtol": 2e-5, "atol": 3e-5}
+# The vector functions in units of the last place of fp32: exp's promise, and tanh's 1 - 2 / (..).
+EXP_ULPS = 2
+TANH_ULPS = 2
 # H of a row with one likely column, eps (1 + |ln eps|), of which the sums keep eps |ln eps|.
 PEAKED_ENTROPY = {"rtol": 0.06, "atol": 0.0}
 # The trainer in fp32 against TRL 0.7.1's recorded run, from weights to weights: fp32 noise of two

@@ -32,12 +32,12 @@ struct Transform {
   inline __attribute__((always_inline)) Vec z(Vec x) const {
     Vec u = inner * x;
     if (!CAPPED) return u;
-    return (x == INF) | (x == -INF) ? x : outer * tanh(u);
+    return ((x == INF) | (x == -INF)) ? x : outer * tanh(u);
   }
   inline __attribute__((always_inline)) Vec dz_dx(Vec x) const {
     if (!CAPPED) return inner;
     Vec t = tanh(inner * x);
-    return (x == INF) | (x == -INF) ? outer * inner : outer * inner * (1 - t * t);
+    return ((x == INF) | (x == -INF)) ? outer * inner : outer * inner * (1 - t * t);
   }
 };
 

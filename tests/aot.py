@@ -34,6 +34,7 @@ class Binary:
     """What ptxas made of one kernel. local: bytes per thread in local memory, 0 without spills."""
 
     kernel: str
+    hash: str  # equal for two launches that run the same compiled code
     num_warps: int
     registers: int
     local: int
@@ -149,6 +150,7 @@ def _describe(kernel: Any) -> Binary:
 
     return Binary(
         kernel=kernel.metadata.name,
+        hash=kernel.hash,
         num_warps=kernel.metadata.num_warps,
         registers=resource("REG"),
         # STACK counts spills and indexed arrays, LOCAL what is declared in local memory.

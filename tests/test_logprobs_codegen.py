@@ -11,12 +11,21 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch(V: int, dtype: torch.dtype, entropy: bool, softcap: float, temperatures: bool) -> None:
+def launch(
+    V: int,
+    dtype: torch.dtype,
+    entropy: bool,
+    softcap: float,
+    temperatures: bool,
+    N: int = N,
+    temperature: float = 0.7,
+    ignore_index: int = -100,
+) -> None:
     """One forward and one backward, as ops/logprobs.py launches them."""
     from ppo_kernels.kernels import logprobs as kernels
 
     labels = meta(N, dtype=torch.int64)
-    transform = (meta(N) if temperatures else None, 0.7, 1.0, softcap, -100)
+    transform = (meta(N) if temperatures else None, temperature, 1.0, softcap, ignore_index)
     logits = meta(N, V, dtype=dtype)
     kernels.logprobs_fwd(logits, labels, *transform, entropy, False)
     saved = (meta(N), meta(N), meta(N) if entropy else None)
@@ -38,6 +47,16 @@ LAUNCHES = {
     "fp32 151936": lambda: launch(151936, FP32, False, 0.0, False),
     "fp32 262144 all": lambda: launch(262144, FP32, True, 30.0, True),
 }
+SAME_CODE = "other sizes and temperatures"
+
+
+def launch_others() -> None:
+    launch(1024, BF16, True, 0.0, False)
+    launch(1024, BF16, True, 0.0, False, N=1, temperature=1.0)
+    launch(1024, BF16, True, 0.0, False, N=257, temperature=1.3, ignore_index=0)
+
+
+LAUNCHES[SAME_CODE] = launch_others
 # A program has 256 threads: four programs fit an SM (65536 registers) at 64 registers, two at 128.
 FORWARD_REGISTERS, BACKWARD_REGISTERS = 96, 128
 
@@ -48,7 +67,7 @@ def binaries() -> dict[tuple[str, int], list[aot.Binary]]:
 
 
 @pytest.mark.parametrize("arch", aot.ARCHS)
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name != SAME_CODE])
 def test_kernels(binaries: dict, name: str, arch: int) -> None:
     forward, backward = binaries[name, arch]
     assert (forward.kernel, backward.kernel) == ("_logprobs_fwd_kernel", "_logprobs_bwd_kernel")
@@ -60,3 +79,10 @@ def test_kernels(binaries: dict, name: str, arch: int) -> None:
     if V % 16 == 0:
         assert forward.loads.get(128), forward
         assert backward.loads.get(128) and backward.stores.get(128), backward
+
+
+def test_nothing_recompiles(binaries: dict) -> None:
+    """Liger, TRL: a constexpr temperature or length compiled anew for every value."""
+    launched = binaries[SAME_CODE, 90]
+    assert len(launched) == 6
+    assert len({binary.hash for binary in launched}) == 2, "one forward, one backward"

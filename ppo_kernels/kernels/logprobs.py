@@ -67,8 +67,8 @@ def _factors(temperatures_ptr, row, temperature, logit_scale, softcap, CAPPED: t
         return logit_scale / temperature, 1.0
 
 
-# B is only divided by: specialising on it would compile anew for other batch sizes.
-@triton.jit(do_not_specialize=["B"])
+# Specialising on these would only compile anew for other batch sizes and labels.
+@triton.jit(do_not_specialize=["B", "ignore_index"])
 def _logprobs_fwd_kernel(
     x_ptr,
     labels_ptr,
@@ -151,7 +151,7 @@ def _logprobs_fwd_kernel(
             tl.store(sum_p2_ptr + row, tl.where(ignored, 0.0, q / (s * s)))
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "ignore_index"])
 def _logprobs_bwd_kernel(
     dx_ptr,
     grad_logp_ptr,

@@ -230,7 +230,7 @@ def logprobs_from_logits(
     x, y = _as_rows(logits, labels)
     temperatures = None
     if isinstance(temperature, Tensor):
-        temperatures = temperature.detach().to(_real(logits)).reshape(y.shape).contiguous()
+        temperatures = temperature.to(_real(logits)).reshape(y.shape).contiguous()
         temperature = 1.0
     transform = (temperatures, temperature, float(logit_scale), float(softcap or 0), ignore_index)
     outputs = _Logprobs.apply(
@@ -256,6 +256,8 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> float | Te
         return _checks.number("temperature", temperature, 0, above=True)
     _checks.tensor("temperature", temperature, _checks.FLOATS)
     _checks.same_device("temperature", temperature, labels.device, "labels")
+    if temperature.requires_grad:
+        raise ValueError("temperature has no gradient here and must not require one: detach() it")
     if temperature.dim() == 0:
         return temperature.expand(labels.shape)
     _checks.shape("temperature", temperature, tuple(labels.shape), "labels")

@@ -77,11 +77,8 @@ def test_cpu_ops_refuse_what_they_would_misread() -> None:
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiled_is_eager(compiler: str) -> None:
     """One graph for every N. Liger#1338: under compile, any ignored row gave 61.7, not 21.4."""
-    graphs = 0
 
     def step(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
-        nonlocal graphs
-        graphs += torch.compiler.is_compiling()
         logp, H, stats = pk.logprobs_from_logits(
             x[:, :-1], y, temperature=t, softcap=9.0, return_entropy=True, return_stats=True
         )
@@ -98,28 +95,27 @@ def test_compiled_is_eager(compiler: str) -> None:
         losses, grads = [], []
         for f in (compiled, step):
             x.grad = None
-            loss = f(x, y, t)
+            with torch._dynamo.config.patch(error_on_recompile=B > 2):
+                loss = f(x, y, t)
             loss.backward()
             losses.append(loss.detach())
             grads.append(x.grad)
         torch.testing.assert_close(losses[0], losses[1], **tol.FP32)
         torch.testing.assert_close(grads[0], grads[1], **tol.FP32)
-    assert graphs == 1
 
 
 def test_compiled_temperature_is_no_constant() -> None:
-    """A new number must not mean a new graph (after the first change, which makes it symbolic)."""
-    torch._dynamo.reset()
-    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    """A new number must not mean a new graph, after the first change has made it symbolic."""
 
     def logp(x: Tensor, y: Tensor, t: float) -> Tensor:
         return pk.logprobs_from_logits(x, y, temperature=t)
 
-    f = torch.compile(logp, fullgraph=True, backend=count)
+    torch._dynamo.reset()
+    f = torch.compile(logp, fullgraph=True, backend="aot_eager")
     x, y = torch.randn(4, 50), torch.randint(0, 50, (4,))
-    for t in (0.7, 0.8, 0.9, 1.1, 1.3):
-        torch.testing.assert_close(f(x, y, t), logp(x, y, t), **tol.FP32)
-    assert count.frame_count <= 2
+    for i, t in enumerate((0.7, 0.8, 0.9, 1.1, 1.3)):
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            torch.testing.assert_close(f(x, y, t), logp(x, y, t), **tol.FP32)
 
 
 # ----------------------------------------------------------------------------------- memory
@@ -248,9 +244,9 @@ def check_rank(
         close(entropy, want[1])
         close(mine.grad, want[2][:, where][:, : mine.shape[-1]])
     # Every rank holds the same bits.
-    all_logp = logp.new_empty(len(slices), 7)
-    gather(all_logp, logp.detach().nan_to_num(0.0), group=group)
-    assert (all_logp == all_logp[0]).all()
+    everyones = logp.new_empty(len(slices) * 7)
+    gather(everyones, logp.detach().nan_to_num(0.0), group=group)
+    assert (everyones.view(-1, 7) == everyones[:7]).all()
     plain, stats = pk.logprobs_from_logits(
         slices[rank], y, temperature=t, return_stats=True, tp_group=group
     )

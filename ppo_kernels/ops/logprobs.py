@@ -179,9 +179,10 @@ def merged_partials(
     One all_gather of 16 or 20 bytes per token; every rank gets the same bits.
     """
     if group is not None:
-        all_of_them = mine.new_empty((dist.get_world_size(group), *mine.shape))
-        dist.all_gather_into_tensor(all_of_them, mine, group=group)
-        mine = reference.merge_partials(all_of_them)
+        ranks, (N, K) = dist.get_world_size(group), mine.shape
+        everyones = mine.new_empty((ranks * N, K))
+        dist.all_gather_into_tensor(everyones, mine, group=group)
+        mine = reference.merge_partials(everyones.view(ranks, N, K))
     return reference.finish_partials(mine, labels, ignore_index, shard[1])
 
 
@@ -229,6 +230,9 @@ def logprobs_from_logits(
         _checks.number("softcap", softcap, 0, above=True)
     x, y = _as_rows(logits, labels)
     temperatures = None
+    if torch.compiler.is_compiling() and not isinstance(temperature, Tensor):
+        # A number given to an op becomes a constant of the graph; in arithmetic it stays variable.
+        temperature = torch.ones(y.shape, dtype=_real(x), device=x.device) * temperature
     if isinstance(temperature, Tensor):
         temperatures = temperature.to(_real(logits)).reshape(y.shape).contiguous()
         temperature = 1.0

@@ -44,7 +44,7 @@ class MetricsLog:
         out.mkdir(parents=True, exist_ok=True)
         self.path, self.run = out / "metrics.jsonl", run
         lines = read_metrics(out)
-        kept = [line for line in lines if line["run"] != run or (done and line["step"] <= done)]
+        kept = [line for line in lines if line["run"] != run or line["step"] <= done]
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(scratch, self.path)

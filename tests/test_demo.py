@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ppo_kernels._errors import UserError
-from ppo_kernels.demo import data, evaluate, sentiment, supervised, worked_example
+from ppo_kernels.demo import data, evaluate, report, sentiment, supervised, worked_example
 from ppo_kernels.demo.settings import QUICK
 from ppo_kernels.demo.stages import Stages
 
@@ -27,6 +27,7 @@ TINY = replace(
     ppo_steps=4,
     no_kl_steps=2,
     eval_prompts=16,
+    eval_every=2,
     response_tokens=8,
     short_of=4,
 )
@@ -142,12 +143,16 @@ def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_the_whole_demo_and_going_on_after_a_stop(
-    split: data.Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    split: data.Split,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     """A run that dies inside PPO and is started again ends like one that was left alone."""
     monkeypatch.setattr(sentiment, "CHECKPOINT_EVERY", 2)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     sentiment.main(TINY, 0, whole)
+    assert "| judge: mean VADER compound | " in capsys.readouterr().out
     kept = sentiment.Reward.__call__
     calls = []
 
@@ -175,13 +180,13 @@ def test_the_whole_demo_and_going_on_after_a_stop(
 def check_outputs(out: Path, settings: Any) -> None:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for run, steps in (("ppo", settings.ppo_steps), ("no_kl", settings.no_kl_steps)):
-        assert [x["step"] for x in lines if x["run"] == run] == list(range(steps + 1))
+        assert [x["step"] for x in lines if x["run"] == run] == list(range(1, steps + 1))
         assert list((out / "tensorboard" / run).glob("events.*"))
     for name in ("curves.png", "no_kl.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    report = (out / "report.md").read_text()
-    samples = report[report.index("## Samples") : report.index("## Time")]
-    assert samples.count("\n| ") == 2 + sentiment.report.SAMPLES
+    text = (out / "report.md").read_text()
+    samples = text[text.index("## Samples") : text.index("## Time")]
+    assert samples.count("\n| ") == 2 + report.SAMPLES
     assert list((out / "checkpoints").iterdir()) == []
 
 

@@ -1,8 +1,7 @@
 """report.md and its plots, from the stages' numbers and metrics.jsonl."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -12,155 +11,190 @@ import matplotlib.pyplot as plt
 from ppo_kernels.demo.settings import Settings
 from ppo_kernels.train import read_metrics
 
-COLORS = {"ppo": "tab:blue", "no_kl": "tab:red"}
-LABELS = {"ppo": "with KL term", "no_kl": "without"}
 SAMPLES = 8
+Metrics = dict[str, Any]
 
-# title, what the trainer or the reward saw on each batch, what the held-out prompts say
+
+class Panel(NamedTuple):
+    """A plot of one quantity: its name for each training batch, and on the held-out prompts."""
+
+    title: str
+    batch: str
+    held_out: str | None = None
+
+
 PANELS = (
-    ("reward-model score", "batch/reward_model", "held_out/reward"),
-    ("judge: mean VADER compound", "batch/judge", "held_out/judge"),
-    ("KL to the SFT model, nats per response", "objective/kl", "held_out/kl"),
-    ("entropy, nats per token", "objective/entropy", "held_out/entropy"),
-    ("share of ratios clipped", "ppo/policy/clipfrac", None),
-    ("explained variance of the value model", "ppo/val/var_explained", None),
+    Panel("reward-model score", "batch/reward_model", "reward"),
+    Panel("judge: mean VADER compound", "batch/judge", "judge"),
+    Panel("KL to the SFT model, nats per response", "objective/kl", "kl"),
+    Panel("entropy, nats per token", "objective/entropy", "entropy"),
+    Panel("share of ratios clipped", "ppo/policy/clipfrac"),
+    Panel("explained variance of the value model", "ppo/val/var_explained"),
 )
-COMPARED = (
-    PANELS[0],
-    PANELS[1],
-    PANELS[2],
-    ("distinct-2", "batch/distinct_2", "held_out/distinct_2"),
-)
-ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
-    ("reward-model score", lambda m: f"{m['reward']:+.2f}"),
-    ("judge: mean VADER compound", lambda m: f"{m['judge']:+.3f}"),
-    ("correlation of the two over responses", lambda m: f"{m['reward_judge_correlation']:.2f}"),
-    ("KL to the SFT model, nats per response", lambda m: f"{m['kl']:.1f}"),
-    ("entropy, nats per token", lambda m: f"{m['entropy']:.2f}"),
-    ("tokens per response", lambda m: f"{m['length']:.1f}"),
-    ("finished (with EOS)", lambda m: f"{m['finished']:.0%}"),
-    ("distinct-2", lambda m: f"{m['distinct_2']:.3f}"),
-    ("most common four tokens", lambda m: f"{quote(m['top_phrase'])}"),
-    ("responses that contain them", lambda m: f"{m['top_phrase_share']:.1%}"),
+COMPARED = (*PANELS[:3], Panel("distinct-2", "batch/distinct_2", "distinct_2"))
+RUNS = {"ppo": ("tab:blue", "with the KL term"), "no_kl": ("tab:red", "without")}
+
+# name, key, format, how the change from SFT to PPO is shown
+ROWS = (
+    ("reward-model score", "reward", "{:+.2f}", "difference"),
+    ("judge: mean VADER compound", "judge", "{:+.3f}", "difference"),
+    ("correlation of the two", "reward_judge_correlation", "{:.2f}", None),
+    ("KL to the SFT model, nats per response", "kl", "{:.1f}", None),
+    ("entropy, nats per token", "entropy", "{:.2f}", None),
+    ("tokens per response", "length", "{:.1f}", None),
+    ("finished (with EOS)", "finished", "{:.0%}", None),
+    ("distinct-2", "distinct_2", "{:.3f}", "ratio"),
+    ("most common four tokens", "top_phrase", "{}", None),
+    ("responses that contain them", "top_phrase_share", "{:.1%}", None),
 )
 
 
 def write(out: Path, infos: dict[str, dict[str, Any]], settings: Settings, seed: int) -> None:
     """out/report.md, out/curves.png and out/no_kl.png."""
-    lines = read_metrics(out)
-    plot(out / "curves.png", lines, PANELS, ("ppo",))
-    plot(out / "no_kl.png", lines, COMPARED, ("ppo", "no_kl"))
+    lines, metrics = read_metrics(out), infos["evaluation"]["metrics"]
+    plot(out / "curves.png", lines, metrics, PANELS, ("ppo",))
+    plot(out / "no_kl.png", lines, metrics, COMPARED, ("ppo", "no_kl"))
     (out / "report.md").write_text(text(infos, settings, seed), encoding="utf-8")
+
+
+# -------------------------------------------------------------------------------------- plots
 
 
 def plot(
     path: Path,
-    lines: list[dict[str, Any]],
-    panels: tuple[tuple[str, str, str | None], ...],
+    lines: list[Metrics],
+    metrics: dict[str, Metrics],
+    panels: tuple[Panel, ...],
     runs: tuple[str, ...],
 ) -> None:
-    """One panel per quantity: a thin line for training batches, points for held-out prompts."""
-    rows = 2
-    figure, axes = plt.subplots(rows, len(panels) // rows, figsize=(4.2 * len(panels) // rows, 6))
-    for ax, (title, batch, held_out) in zip(axes.flat, panels):
+    """Thin lines for training batches, points for the held-out prompts."""
+    columns = len(panels) // 2
+    figure, axes = plt.subplots(2, columns, figsize=(4.2 * columns, 6.2))
+    for ax, panel in zip(axes.flat, panels):
         for run in runs:
-            style = {"color": COLORS[run]}
-            x, y = series(lines, run, batch)
-            name = LABELS[run] if len(runs) > 1 else "training batch"
-            ax.plot(x, y, lw=1, alpha=0.6, label=name, **style)
-            if held_out is not None:
-                x, y = series(lines, run, held_out)
-                ax.plot(
-                    x, y, "o-", ms=5, label="held-out prompts" if len(runs) == 1 else None, **style
-                )
-        ax.set_title(title, fontsize=10)
+            color, label = RUNS[run]
+            mine = [line for line in lines if line["run"] == run]
+            x = [line["step"] for line in mine]
+            ax.plot(x, [line[panel.batch] for line in mine], lw=1, alpha=0.6, color=color)
+            if panel.held_out is not None:
+                points = held_out(mine, metrics["sft"], metrics[run], panel.held_out)
+                ax.plot(*points, "o-", ms=5, color=color, label=label)
+        ax.set_title(panel.title, fontsize=10)
         ax.set_xlabel("PPO step", fontsize=9)
-        ax.grid(alpha=0.3)
         ax.tick_params(labelsize=8)
-    axes.flat[0].legend(fontsize=8)
+        ax.grid(alpha=0.3)
+    if len(runs) > 1:
+        axes.flat[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def series(lines: list[dict[str, Any]], run: str, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric of one run."""
-    points = [(line["step"], line[name]) for line in lines if line["run"] == run and name in line]
-    return [p[0] for p in points], [p[1] for p in points]
+def held_out(
+    lines: list[Metrics], before: Metrics, after: Metrics, name: str
+) -> tuple[list[int], list[float]]:
+    """Steps and values on the held-out prompts: before, what was measured on the way, after."""
+    key = f"held_out/{name}"
+    way = [(line["step"], line[key]) for line in lines if key in line]
+    points = [(0, before[name]), *way, (lines[-1]["step"], after[name])]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+# --------------------------------------------------------------------------------------- text
 
 
 def text(infos: dict[str, dict[str, Any]], settings: Settings, seed: int) -> str:
     """The report in Markdown."""
-    metrics = infos["evaluation"]["metrics"]
+    evaluation = infos["evaluation"]
+    accuracy = infos["reward"]["held_out_pair_accuracy"]
+    return f"""# RLHF on movie reviews: what PPO changed
+
+Seed {seed}. One response to each of {settings.eval_prompts} prompts: the first \
+{settings.prompt_tokens} tokens of reviews that nothing was trained on. The reward model, which \
+PPO climbs, puts {accuracy:.1%} of held-out pairs of reviews in the order that people did. The \
+judge, VADER, is a lexicon that no stage has seen.
+
+{table(evaluation["metrics"])}
+
+![curves](curves.png)
+
+Thin lines: training batches of 64. Points: the held-out prompts.
+
+{hacking(evaluation, settings)}
+
+## Samples
+
+{samples(evaluation)}
+
+## Time
+
+{times(infos)}
+"""
+
+
+def table(metrics: dict[str, Metrics]) -> str:
+    """Every measure of the three policies."""
     sft, ppo, no_kl = (metrics[name] for name in ("sft", "ppo", "no_kl"))
-    seconds = {name: info["seconds"] for name, info in infos.items()}
-    body = [
-        "# RLHF on movie reviews: what PPO changed",
-        "",
-        f"Seed {seed}. Sampled once for each of {settings.eval_prompts} prompts (the first "
-        f"{settings.prompt_tokens} tokens of reviews that nothing was trained on). The reward "
-        f"model orders {infos['reward']['held_out_pair_accuracy']:.1%} of held-out pairs as people "
-        "did. The judge, VADER, is a lexicon that no stage has seen.",
-        "",
-        "| | SFT | PPO | change | PPO without KL |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, show in ROWS:
-        body.append(
-            f"| {name} | {show(sft)} | {show(ppo)} | {change(name, sft, ppo)} | {show(no_kl)} |"
-        )
-    body += [
-        "",
-        "![curves](curves.png)",
-        "",
-        "## Reward hacking",
-        "",
-        f"The reward is the reward model's score less {settings.short_penalty} per token that a "
-        f"response is shorter than {settings.short_of} tokens: without that, PPO learns to say one "
-        "nice thing and stop, which the reward model likes and the judge does not. What remains "
-        "can be read off the table: diversity that was given up (distinct-2), a phrase that takes "
-        "over, a judge that no longer agrees.",
-        "",
-        f"Without the KL term ({settings.no_kl_steps} steps, all else equal) the score goes to "
-        f"{no_kl['reward']:+.2f}, distinct-2 to {no_kl['distinct_2']:.3f} and "
-        f"{no_kl['top_phrase_share']:.0%} of the responses contain {quote(no_kl['top_phrase'])}:",
-        "",
-        *(f"- {quote(t)}" for t in infos["evaluation"]["texts"]["no_kl"][:3]),
-        "",
-        "![without the KL term](no_kl.png)",
-        "",
-        "## Samples",
-        "",
-        "| prompt | SFT | PPO |",
-        "| --- | --- | --- |",
-    ]
-    texts = infos["evaluation"]["texts"]
-    for prompt, before, after in list(
-        zip(infos["evaluation"]["prompts"], texts["sft"], texts["ppo"])
-    )[:SAMPLES]:
+    lines = ["| | SFT | PPO | change | PPO without KL |", "| --- | --- | --- | --- | --- |"]
+    for name, key, form, kind in ROWS:
+        change = ""
+        if kind == "difference":
+            change = form.format(ppo[key] - sft[key])
+        elif kind == "ratio":
+            change = f"x {ppo[key] / max(sft[key], 1e-9):.2f}"
+        cells = (escape(form.format(m[key])) for m in (sft, ppo, no_kl))
+        before, after, without = cells
+        lines.append(f"| {name} | {before} | {after} | {change} | {without} |")
+    return "\n".join(lines)
+
+
+def hacking(evaluation: dict[str, Any], settings: Settings) -> str:
+    """What PPO did that nobody wanted, and what it does without the KL term."""
+    ppo, no_kl = evaluation["metrics"]["ppo"], evaluation["metrics"]["no_kl"]
+    examples = "\n".join(f"* {escape(t)}" for t in evaluation["texts"]["no_kl"][:3])
+    return f"""## Reward hacking
+
+The reward is the reward model's score, less {settings.short_penalty} for each token that a \
+response is shorter than {settings.short_of}. Without that PPO learns to say one nice thing and \
+stop, which the reward model likes and the judge does not. What else PPO gave up for its score \
+shows in the table: distinct-2 and entropy fall, and the most common phrase is in \
+{ppo["top_phrase_share"]:.1%} of the responses.
+
+The KL term is what holds it there. The same run without it, stopped after \
+{settings.no_kl_steps} of {settings.ppo_steps} steps, is {no_kl["kl"]:.0f} nats per response away \
+from the SFT model, with a score of {no_kl["reward"]:+.2f}, distinct-2 of \
+{no_kl["distinct_2"]:.3f} and the same four tokens in {no_kl["top_phrase_share"]:.0%} of the \
+responses:
+
+{examples}
+
+![without the KL term](no_kl.png)
+
+distinct-2 falls as a sample grows: the thin line is of 64 responses, the points are of \
+{settings.eval_prompts}."""
+
+
+def samples(evaluation: dict[str, Any]) -> str:
+    """The first prompts with the responses before and after, side by side."""
+    lines = ["| prompt | SFT | PPO |", "| --- | --- | --- |"]
+    texts = evaluation["texts"]
+    for prompt, before, after in zip(evaluation["prompts"][:SAMPLES], texts["sft"], texts["ppo"]):
         cells = (prompt, before[len(prompt) :], after[len(prompt) :])
-        body.append("| " + " | ".join(escape(cell) for cell in cells) + " |")
-    body += ["", "## Time", "", "| stage | seconds |", "| --- | --- |"]
-    body += [f"| {name} | {s:.1f} |" for name, s in seconds.items()]
-    body += [f"| all | {sum(seconds.values()):.1f} |", ""]
-    return "\n".join(body)
+        lines.append("| " + " | ".join(map(escape, cells)) + " |")
+    return "\n".join(lines)
 
 
-def change(name: str, before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The column between the two: differences of scores, the ratio of distinct-2."""
-    if name.startswith("reward"):
-        return f"{after['reward'] - before['reward']:+.2f}"
-    if name.startswith("judge"):
-        return f"{after['judge'] - before['judge']:+.3f}"
-    if name == "distinct-2":
-        return f"x {after['distinct_2'] / max(before['distinct_2'], 1e-9):.2f}"
-    return ""
+def times(infos: dict[str, dict[str, Any]]) -> str:
+    """Seconds of every stage, and their sum."""
+    lines = ["| stage | seconds |", "| --- | --- |"]
+    lines += [f"| {name} | {info['seconds']:.1f} |" for name, info in infos.items()]
+    total = sum(info["seconds"] for info in infos.values())
+    return "\n".join([*lines, f"| all | {total:.1f} |"])
 
 
 def escape(cell: str) -> str:
-    """Text as the cell of a Markdown table."""
-    return " ".join(cell.split()).replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
-
-
-def quote(cell: str) -> str:
-    return f"\N{LEFT DOUBLE QUOTATION MARK}{escape(cell)}\N{RIGHT DOUBLE QUOTATION MARK}"
+    """Text as Markdown shows it literally, also in a table."""
+    cell = " ".join(cell.split())
+    for mark in "\\|*_<`":
+        cell = cell.replace(mark, "\\" + mark)
+    return cell

@@ -73,6 +73,7 @@ class Demo:
         self.settings, self.seed, self.out = settings, seed, out
         self.stages = Stages(out, {"seed": seed, **asdict(settings)}, console)
         self.split = data.load()
+        self.sampling = {"max_new_tokens": settings.response_tokens}
 
     def run(self) -> None:
         """All stages, then report.md and its plots."""
@@ -109,7 +110,7 @@ class Demo:
                 GPT2LMHeadModel.from_pretrained,
             )
         stages.run("evaluation", len(policies), lambda tick: self.compare(policies, tick))
-        report.write(self.out, stages.infos, cfg, seed)
+        report.write(self.out, stages.infos, cfg, self.seed)
 
     def make_tokenizer(self, tick: Tick) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
         tokenizer = supervised.train_tokenizer(self.split, self.settings.vocab_size)
@@ -128,12 +129,7 @@ class Demo:
         config = cfg.ppo_config(self.seed, kl_coef, steps)
         model = PolicyAndValue(copy.deepcopy(policy), copy.deepcopy(self.reward_model))
         trainer = PPOTrainer(config, model, ref_model=self.sft, tokenizer=self.tokenizer)
-        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            trainer.optimizer,
-            lambda k: min(
-                (k + 1) / (cfg.warmup * steps), 1, (steps - k) / ((1 - cfg.warmup) * steps)
-            ),
-        )
+        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, cfg.schedule)
         return trainer
 
     def train(
@@ -145,22 +141,14 @@ class Demo:
         if checkpoint.exists():
             trainer.load_checkpoint(checkpoint)
         reward = Reward(self.reward_model, self.tokenizer, self.settings)
-        held_out = self.prompts(self.split.held_out)[: self.settings.eval_prompts]
         log = MetricsLog(self.out, name, trainer.step_count)
-        every = max(1, steps // self.settings.eval_times)
-        sampling = {"max_new_tokens": self.settings.response_tokens}
-
-        def measure() -> dict[str, float]:
-            metrics, _ = evaluate(
-                trainer, self.reward_model, reward.judge, held_out, EVALUATION_SEED, **sampling
-            )
-            return {f"held_out/{k}": v for k, v in metrics.items()}
 
         def after_step(trainer: PPOTrainer, stats: dict[str, float]) -> None:
             step, latest = trainer.step_count, reward.latest
             line = stats | {f"batch/{k}": v for k, v in latest.items()}
-            if step % every == 0 or step == steps:
-                line |= measure()
+            if step % self.settings.eval_every == 0 and step < steps:
+                metrics, _ = self.evaluate(trainer, reward.judge)
+                line |= {f"held_out/{k}": v for k, v in metrics.items()}
             log.add(step, line)
             if step % CHECKPOINT_EVERY == 0:
                 trainer.save_checkpoint(checkpoint)
@@ -169,42 +157,44 @@ class Demo:
                 f"KL {stats['objective/kl']:.1f}"
             )
 
-        if trainer.step_count == 0:
-            log.add(0, measure())
         for _ in range(trainer.step_count):
             tick("")
-        trainer.train(self.prompts(self.split.train), reward, callbacks=[after_step], **sampling)
+        prompts = self.prompts(self.split.train)
+        trainer.train(prompts, reward, callbacks=[after_step], **self.sampling)
         log.close()
         checkpoint.unlink(missing_ok=True)
         return trainer.model.policy, {"steps": steps, "kl_coefficient": kl_coef}
 
+    def evaluate(
+        self, trainer: PPOTrainer, judge: SentimentIntensityAnalyzer
+    ) -> tuple[dict[str, Any], list[str]]:
+        """The trainer's policy on the held-out prompts, always with the same random numbers."""
+        prompts = self.prompts(self.split.held_out)[: self.settings.eval_prompts]
+        return evaluate(
+            trainer, self.reward_model, judge, prompts, EVALUATION_SEED, **self.sampling
+        )
+
     def compare(
         self, policies: dict[str, GPT2LMHeadModel], tick: Tick
     ) -> tuple[None, dict[str, Any]]:
-        """Every policy on the held-out prompts, with equal random numbers."""
-        held_out = self.prompts(self.split.held_out)[: self.settings.eval_prompts]
+        """Every policy on the held-out prompts."""
         judge = SentimentIntensityAnalyzer()
         metrics, texts = {}, {}
         for name, policy in policies.items():
             trainer = self.trainer(policy, 0.0, 1)
-            metrics[name], texts[name] = evaluate(
-                trainer,
-                self.reward_model,
-                judge,
-                held_out,
-                EVALUATION_SEED + 1,
-                max_new_tokens=self.settings.response_tokens,
-            )
+            metrics[name], texts[name] = self.evaluate(trainer, judge)
             tick(name)
-        asked = [self.tokenizer.decode(q, skip_special_tokens=True) for q in held_out]
+        prompts = self.prompts(self.split.held_out)[: self.settings.eval_prompts]
+        asked = [self.tokenizer.decode(q, skip_special_tokens=True) for q in prompts]
         return None, {"metrics": metrics, "prompts": asked, "texts": texts}
 
 
 def main(settings: Settings, seed: int, out: Path) -> None:
-    """Run the demo and say where its report is."""
+    """Run the demo, print what it changed, and say where the report is."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     console = Console()
-    Demo(settings, seed, out, console).run()
-    console.print(f"\n{(out / 'report.md').read_text()}", markup=False, highlight=False)
-    console.print(f"written: {out / 'report.md'}", highlight=False)
+    demo = Demo(settings, seed, out, console)
+    demo.run()
+    print("\n" + report.table(demo.stages.infos["evaluation"]["metrics"]))
+    print(f"\n{out / 'report.md'}")

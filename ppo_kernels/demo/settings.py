@@ -39,7 +39,13 @@ class Settings:
     short_penalty: float = 0.2
     # Evaluation.
     eval_prompts: int = 512
-    eval_times: int = 4
+    eval_every: int = 20
+
+    def schedule(self, step: int) -> float:
+        """Factor on the PPO learning rates: linear warm-up, then linear decay to 0."""
+        rise = (step + 1) / (self.warmup * self.ppo_steps)
+        fall = (self.ppo_steps - step) / ((1 - self.warmup) * self.ppo_steps)
+        return max(0.0, min(rise, 1.0, fall))
 
     def ppo_config(self, seed: int, kl_coef: float, steps: int) -> PPOConfig:
         """The trainer's configuration; everything that is not named keeps its default."""
@@ -60,5 +66,5 @@ class Settings:
 
 FULL = Settings()
 QUICK = replace(
-    FULL, vocab_size=3000, sft_epochs=2, ppo_steps=40, no_kl_steps=30, ppo_lr=6e-4, eval_times=2
+    FULL, vocab_size=3000, sft_epochs=2, ppo_steps=40, no_kl_steps=30, ppo_lr=6e-4, eval_every=20
 )

@@ -70,7 +70,11 @@ class Stages:
 
     def _show(self, name: str, cached: bool = False) -> None:
         info = self.infos[name]
-        numbers = [f"{k.replace('_', ' ')} {v:.3g}" for k, v in info.items() if _plain(k, v)]
+        numbers = [
+            f"{k.replace('_', ' ')} {v:.3f}" if isinstance(v, float) else f"{v} {k}"
+            for k, v in info.items()
+            if k != "seconds" and isinstance(v, (int, float))
+        ]
         when = "done before" if cached else f"{info['seconds']:.1f} s"
         self.console.print(f"{name:<11}{when:>12}  {', '.join(numbers)}", highlight=False)
 
@@ -83,8 +87,5 @@ class Stages:
             TextColumn("{task.fields[text]}"),
             console=self.console,
             transient=True,
+            disable=not self.console.is_terminal,
         )
-
-
-def _plain(name: str, value: Any) -> bool:
-    return name != "seconds" and isinstance(value, (int, float))

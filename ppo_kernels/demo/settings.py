@@ -14,7 +14,6 @@ class Settings:
     width: int = 128
     layers: int = 2
     heads: int = 4
-    dropout: float = 0.05
     max_tokens: int = 32
     # Language model.
     sft_epochs: int = 4

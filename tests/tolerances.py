@@ -44,3 +44,5 @@ STEPPED_SGD = {"rtol": 1e-5, "atol": 1e-6}
 # A bf16 model or bf16 autocast against fp32, per log-prob of a tiny model: a few units of 2^-8 on
 # logits of size ten.
 BF16_LOGPROBS = {"rtol": 0.0, "atol": 0.3}
+# dW and db in fp32: sums over all tokens of terms of order one that mostly cancel.
+FP32_SUM = {"rtol": 1e-5, "atol": 1e-4}

@@ -81,3 +81,37 @@ def call(
         sms,
         last_warp_first,
     )
+
+
+def op(emu: ModuleType, **where: Any) -> Callable[..., tuple]:
+    """torch.ops.ppo_kernels.gae, with the CUDA kernels on the CPU; outputs start as NaN."""
+    import torch
+
+    numbers = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+    names = TENSORS[:9]
+
+    def gae(*args: Any) -> tuple:
+        *tensors, gamma, lam, lam_returns, kl_coef, kl_kind = args
+        given = {k: x for k, x in zip((*names, "cu_seqlens"), tensors) if x is not None}
+        cu, values = given.pop("cu_seqlens", None), given["values"]
+        f64 = values.dtype == torch.float64
+        for k, x in given.items():  # as csrc/gae.cpp does
+            if x.is_floating_point() and f64 != (x.dtype == torch.float64):
+                x = x.to(torch.float64 if f64 else torch.float32)
+            given[k] = x.contiguous()
+        if cu is not None:
+            given[f"cu_seqlens_{8 * cu.itemsize}"] = cu.contiguous()
+        out_dtype = torch.float64 if f64 else torch.float32
+        given["advantages"] = torch.full(values.shape, torch.nan, dtype=out_dtype)
+        given["returns"] = given["advantages"].clone()
+        given["stats"] = torch.zeros(3, dtype=torch.float64)
+        rows, T = (values.shape[0], values.shape[1]) if cu is None else (cu.numel() - 1, 0)
+        if values.numel():
+            given["stats"].fill_(torch.nan)
+            addresses = {k: (x.data_ptr(), numbers.get(x.dtype, 0)) for k, x in given.items()}
+            options = {"gamma": gamma, "lam": lam, "lam_returns": lam_returns}
+            options |= {"kl_coef": kl_coef, "kl_kind": kl_kind}
+            call(emu, addresses, (rows, T, values.numel()), options, **where)
+        return given["advantages"], given["returns"], given["stats"]
+
+    return gae

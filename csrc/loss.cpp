@@ -1,31 +1,18 @@
 // ppo_loss for torch's CPU key (stable ABI): the ops' arguments to raw pointers, blocks of tokens
 // to threads, their sums to the loss and its statistics.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <cmath>
 #include <limits>
 #include <list>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "cpu/isa.h"
 #include "cpu/loss.h"
+#include "logits_args.h"
 
 namespace ppo {
-
-PPO_DECLARE(void loss_block(Dtype, const LossOptions&, const LossInputs&, const LossScale&,
-                            const LossGrads&, int64_t, int64_t, LossSums&))
-PPO_DECLARE(double weight_sum(const Column&, int64_t, int64_t))
-
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
 
 double inverse(double x) { return x > 0 ? 1 / x : 0; }
 
@@ -41,14 +28,6 @@ Kl kl_of(const std::string& name) {
   for (int i = 0; i < 6; ++i)
     if (name == names[i]) return Kl(i);
   STD_TORCH_CHECK(false, "kl_kind must be k1, k2, k3, abs, k1+ or k3+, got ", name);
-}
-
-Dtype dtype_of(ScalarType type) {
-  if (type == ScalarType::Double) return Dtype::f64;
-  if (type == ScalarType::BFloat16) return Dtype::bf16;
-  if (type == ScalarType::Half) return Dtype::f16;
-  STD_TORCH_CHECK(type == ScalarType::Float, "ppo_loss takes bf16, f16, f32 and f64 numbers");
-  return Dtype::f32;
 }
 
 // An op's arguments, taken in the order of its schema; its results, in theirs.
@@ -67,13 +46,13 @@ class Stack {
 
   // A contiguous column of numbers, alive as long as this.
   Column column() {
-    const auto x = take<MaybeTensor>();
+    const auto x = take<Maybe>();
     return x ? column(*x) : Column{};
   }
   Column column(const Tensor& x) {
     const Tensor& kept = kept_.emplace_back(x.is_contiguous() ? x : torch::stable::contiguous(x));
     const bool boolean = kept.scalar_type() == ScalarType::Bool;
-    return {kept.const_data_ptr(), boolean ? Dtype::f32 : dtype_of(kept.scalar_type()), boolean};
+    return {kept.const_data_ptr(), boolean ? Dtype::f32 : dtype_of(kept), boolean};
   }
 
  private:
@@ -103,7 +82,7 @@ struct Terms {
     const auto normalizer = static_cast<const double*>(stack.column().data);
     auto denominator = stack.take<std::optional<double>>();
     if (normalizer) denominator = *normalizer;
-    const auto cu = stack.take<MaybeTensor>();
+    const auto cu = stack.take<Maybe>();
     const double inf = std::numeric_limits<double>::infinity();
     options.policy = policy_of(stack.take<std::string>());
     options.low = 1 - stack.take<double>();
@@ -132,7 +111,7 @@ struct Terms {
 
   // The first pass, over the mask alone: no token's c is known before all of it is read.
   void count(const std::string& reduction, std::optional<double> denominator, const Tensor& tokens,
-             const MaybeTensor& cu) {
+             const Maybe& cu) {
     static const auto weight_sum = PPO_PICK(weight_sum);
     scale = {};
     if (reduction == "token-mean" || reduction == "sum") {
@@ -213,6 +192,25 @@ Result finish(const Terms& terms, const std::vector<LossSums>& blocks, const Ten
           tensor_of(stats, {int64_t(stats.size())}, like, type)};
 }
 
+// Calls body(block, begin, end) for blocks of `size` of the n tokens, in parallel.
+template <class Body>
+std::vector<LossSums> for_blocks(int64_t n, int64_t size, const Body& body) {
+  const int64_t count = (n + size - 1) / size;
+  std::vector<LossSums> sums(count, LossSums{});
+  torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t b = first; b < last; ++b)
+      body(b * size, std::min(n, (b + 1) * size), sums[b]);
+  });
+  return sums;
+}
+
+// A gradient, or [0] where none is needed; and where it lies, or null.
+Tensor gradient(const Tensor& like, bool needed, ScalarType type) {
+  if (!needed) return torch::stable::new_empty(like, {0}, type);
+  return torch::stable::new_empty(like, like.sizes(), type);
+}
+void* data(const Tensor& x) { return x.numel() ? x.mutable_data_ptr() : nullptr; }
+
 // ppo_loss(logprobs, entropy, TERMS, need_logprobs, need_values, need_entropy)
 //   -> (loss, stats, d_logprobs, d_values, d_entropy)
 void ppo_loss(StableIValue* values, uint64_t, uint64_t) {
@@ -223,32 +221,84 @@ void ppo_loss(StableIValue* values, uint64_t, uint64_t) {
   Terms terms(stack);
   terms.in.logp = logp;
   terms.in.entropy = entropy;
-  const bool wide = logp.dtype == Dtype::f64;
-  const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
+  const ScalarType type = real_of(logprobs);
+  const Dtype real = type == ScalarType::Double ? Dtype::f64 : Dtype::f32;
+  const Tensor d_logp = gradient(logprobs, stack.take<bool>(), type);
+  const Tensor d_values = gradient(logprobs, stack.take<bool>(), type);
+  const Tensor d_entropy = gradient(logprobs, stack.take<bool>(), type);
+  const LossGrads grads{data(d_logp), data(d_values), data(d_entropy)};
+  const auto sums = for_blocks(
+      logprobs.numel(), LOSS_BLOCK, [&](int64_t begin, int64_t end, LossSums& block) {
+        loss_block(real, terms.options, terms.in, terms.scale, grads, begin, end, block);
+      });
+  const Result result = finish(terms, sums, logprobs, type);
+  stack.give({result.loss, result.stats, d_logp, d_values, d_entropy});
+}
 
-  std::vector<Tensor> grads;
-  for (int i = 0; i < 3; ++i) {
-    const bool needed = stack.take<bool>();
-    grads.push_back(needed ? torch::stable::new_empty(logprobs, logprobs.sizes(), type)
-                           : torch::stable::new_empty(logprobs, {0}, type));
-  }
-  auto data = [&](int i) { return grads[i].numel() ? grads[i].mutable_data_ptr() : nullptr; };
-  const LossGrads out{data(0), data(1), data(2)};
+// Tokens whose logits are read, turned into a loss and overwritten by or followed by their gradient
+// while they are still in the cache.
+int64_t rows_at_a_time(int64_t V) { return std::max<int64_t>(1, 32768 / V); }
 
-  const int64_t n = logprobs.numel(), count = (n + LOSS_BLOCK - 1) / LOSS_BLOCK;
-  std::vector<LossSums> blocks(count, LossSums{});
-  torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
-    for (int64_t b = first; b < last; ++b) {
-      const int64_t begin = b * LOSS_BLOCK, end = std::min(n, begin + LOSS_BLOCK);
-      loss_block(wide ? Dtype::f64 : Dtype::f32, terms.options, terms.in, terms.scale, out, begin,
-                 end, blocks[b]);
-    }
-  });
-  const Result result = finish(terms, blocks, logprobs, type);
-  stack.give({result.loss, result.stats, grads[0], grads[1], grads[2]});
+// ppo_loss_from_logits(logits, labels, TRANSFORM, TERMS, need_logits, need_values)
+//   -> (loss, stats, d_logits, d_values)
+// ppo_loss_from_logits_(logits, labels, TRANSFORM, TERMS, need_values) -> (loss, stats, d_values),
+// where d_logits takes the place of the logits.
+template <bool in_place>
+void ppo_loss_from_logits(StableIValue* values, uint64_t, uint64_t) {
+  static const auto forward = PPO_PICK(logprobs_rows);
+  static const auto backward = PPO_PICK(logprobs_backward);
+  static const auto loss_block = PPO_PICK(loss_block);
+  Stack stack(values);
+  const auto logits = stack.take<Tensor>(), labels = stack.take<Tensor>();
+  const auto temperatures = stack.take<Maybe>();
+  const auto temperature = stack.take<double>(), logit_scale = stack.take<double>();
+  const auto softcap = stack.take<double>();
+  const auto ignore_index = stack.take<int64_t>();
+  LogprobsArgs a = args_of(logits, labels, temperatures, temperature, logit_scale, softcap,
+                           ignore_index, std::nullopt);
+  Terms terms(stack);
+  const bool need_logits = in_place || stack.take<bool>();
+  const ScalarType type = real_of(logits);
+  const Dtype real = type == ScalarType::Double ? Dtype::f64 : Dtype::f32;
+  const Tensor d_values = gradient(labels, stack.take<bool>(), type);
+  Tensor d_logits = in_place ? logits : torch::stable::new_empty(logits, {0});
+  if (need_logits && !in_place) d_logits = empty_like_with_huge_pages(logits);
+
+  // What links the three passes over a block of rows: reals per row.
+  const int64_t n = labels.numel(), pieces = (a.V + LOGPROBS_PIECE - 1) / LOGPROBS_PIECE;
+  const Tensor rows = torch::stable::new_empty(logits, {6, n}, type);
+  auto row = [&](int i) {
+    return static_cast<char*>(rows.mutable_data_ptr()) + i * n * rows.element_size();
+  };
+  a.logp = row(0);
+  a.entropy = row(1);
+  a.row_max = row(2);
+  a.log_sum = row(3);
+  terms.in.logp = {a.logp, real};
+  terms.in.entropy = {a.entropy, real};
+  const LossGrads grads{row(4), data(d_values), row(5)};
+  LogprobsArgs b = a;
+  b.grad_logp = grads.logp;
+  if (terms.options.ent_coef != 0) b.grad_entropy = grads.entropy;
+  b.dx = d_logits.mutable_data_ptr();
+  b.dx_stride_a = leading_stride(d_logits);
+  b.dx_stride_b = need_logits ? d_logits.stride(d_logits.dim() - 2) : 0;
+  const auto sums = for_blocks(
+      n, rows_at_a_time(a.V), [&](int64_t begin, int64_t end, LossSums& block) {
+        forward(a, nullptr, begin, end);
+        loss_block(real, terms.options, terms.in, terms.scale, grads, begin, end, block);
+        if (need_logits) backward(b, begin * pieces, end * pieces);
+      });
+  const Result result = finish(terms, sums, logits, type);
+  if (in_place) return stack.give({result.loss, result.stats, d_values});
+  stack.give({result.loss, result.stats, d_logits, d_values});
 }
 
 }  // namespace
 }  // namespace ppo
 
-STABLE_TORCH_LIBRARY_IMPL(ppo_kernels, CPU, m) { m.impl("ppo_loss", &ppo::ppo_loss); }
+STABLE_TORCH_LIBRARY_IMPL(ppo_kernels, CPU, m) {
+  m.impl("ppo_loss", &ppo::ppo_loss);
+  m.impl("ppo_loss_from_logits", &ppo::ppo_loss_from_logits<false>);
+  m.impl("ppo_loss_from_logits_", &ppo::ppo_loss_from_logits<true>);
+}

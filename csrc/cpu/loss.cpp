@@ -5,25 +5,29 @@ namespace ppo {
 namespace PPO_ISA {
 namespace {
 
-// n numbers from p, converted and padded with 0 to a tile.
+// n, rounded up to whole vectors.
+template <class Real>
+constexpr int64_t padded(int64_t n) {
+  return (n + LANES<Vec<Real>> - 1) / LANES<Vec<Real>> * LANES<Vec<Real>>;
+}
+
+// n numbers from p, followed by anything.
 template <class T>
 void convert(const T* p, int64_t n, float* out) {
   int64_t j = 0;
   for (; j + LANES<F32> <= n; j += LANES<F32>) store(out + j, load(p + j));
-  for (; j < TILE; j += LANES<F32>) {
-    T padded[LANES<F32>] = {};
-    if (j < n) memcpy(padded, p + j, (n - j) * sizeof(T));
-    store(out + j, load(padded));
-  }
+  if (j < n) store(out + j, load_some(p + j, int(n - j)));
 }
 
+// n numbers from p, followed by zeros.
 template <class From, class To>
 void cast(const From* p, int64_t n, To* out) {
   for (int64_t j = 0; j < n; ++j) out[j] = To(+p[j]);
-  for (int64_t j = n; j < TILE; ++j) out[j] = 0;
+  for (int64_t j = n; j < padded<To>(n); ++j) out[j] = 0;
 }
 
 // n numbers of a column from token `at`: where they are if that will do, or converted into buffer.
+// Masks, which are bool, f32 or f64, are followed by zeros, and select what follows the others.
 const float* read(const Column& column, int64_t at, int64_t n, float* buffer) {
   if (!column.data) return buffer;
   const auto f32 = static_cast<const float*>(column.data) + at;
@@ -35,8 +39,8 @@ const float* read(const Column& column, int64_t at, int64_t n, float* buffer) {
     convert(static_cast<const BF16*>(column.data) + at, n, buffer);
   } else if (column.dtype == Dtype::f16) {
     convert(static_cast<const FP16*>(column.data) + at, n, buffer);
-  } else if (n < TILE) {
-    convert(f32, n, buffer);
+  } else if (n != padded<float>(n)) {
+    cast(f32, n, buffer);
   } else {
     return f32;
   }
@@ -55,9 +59,9 @@ const double* read(const Column& column, int64_t at, int64_t n, double* buffer) 
 }
 
 template <class Real>
-bool any(const Real* weight) {
+bool any(const Real* weight, int64_t size) {
   int seen = 0;
-  for (int64_t j = 0; j < TILE; ++j) seen |= weight[j] != 0;
+  for (int64_t j = 0; j < size; ++j) seen |= weight[j] != 0;
   return seen;
 }
 
@@ -75,7 +79,7 @@ int64_t sequence_of(const int32_t* cu, int64_t sequences, int64_t at) {
 template <class Real>
 void coefficients(const LossScale& s, int64_t at, int64_t n, const Real* weight, Real* out) {
   if (!s.sequence_scale) {
-    for (int64_t j = 0; j < TILE; ++j) out[j] = weight[j] * Real(s.scale);
+    for (int64_t j = 0; j < padded<Real>(n); ++j) out[j] = weight[j] * Real(s.scale);
     return;
   }
   int64_t sequence = s.cu ? sequence_of(s.cu, s.sequences, at) : at / s.row;
@@ -84,19 +88,20 @@ void coefficients(const LossScale& s, int64_t at, int64_t n, const Real* weight,
     const Real scale = Real(s.scale * s.sequence_scale[sequence]);
     for (; j < n && j < end; ++j) out[j] = weight[j] * scale;
   }
-  for (int64_t j = n; j < TILE; ++j) out[j] = 0;
+  for (int64_t j = n; j < padded<Real>(n); ++j) out[j] = 0;
 }
 
 // Where a tile's gradient is written: straight to the output, or to `buffer` if there is none or
-// not a whole tile of it.
+// the last vector would reach past it.
 template <class Real>
 Real* target(void* out, int64_t at, int64_t n, Real* buffer) {
-  return out && n == TILE ? static_cast<Real*>(out) + at : buffer;
+  return out && n == padded<Real>(n) ? static_cast<Real*>(out) + at : buffer;
 }
 
 template <class Real>
 void finish(void* out, int64_t at, int64_t n, const Real* buffer) {
-  if (out && n < TILE) memcpy(static_cast<Real*>(out) + at, buffer, n * sizeof(Real));
+  if (out && n != padded<Real>(n))
+    memcpy(static_cast<Real*>(out) + at, buffer, n * sizeof(Real));
 }
 
 template <class Real>
@@ -114,13 +119,14 @@ void block(const LossOptions& o, const LossInputs& in, const LossScale& scale,
   for (int64_t at = begin; at < end; at += TILE) {
     const int64_t n = end - at < TILE ? end - at : TILE;
     Tile<Real> t;
+    t.size = padded<Real>(n);
     if (in.mask.data) {
       t.weight = read(in.mask, at, n, weight);
     } else {
-      for (int64_t j = 0; j < TILE; ++j) weight[j] = j < n;
+      for (int64_t j = 0; j < t.size; ++j) weight[j] = j < n;
       t.weight = weight;
     }
-    if (!any(t.weight)) {
+    if (!any(t.weight, t.size)) {
       zeros<Real>(grads.logp, at, n);
       zeros<Real>(grads.values, at, n);
       zeros<Real>(grads.entropy, at, n);

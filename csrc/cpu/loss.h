@@ -56,4 +56,10 @@ struct LossGrads {
 // Tokens per LossSums, whatever the number of threads.
 constexpr int64_t LOSS_BLOCK = 4096;
 
+// Loss and gradients of the tokens [begin, end); `real` is f32 or f64, of everything written.
+PPO_DECLARE(void loss_block(Dtype real, const LossOptions&, const LossInputs&, const LossScale&,
+                            const LossGrads&, int64_t begin, int64_t end, LossSums&))
+// The sum of a mask (bool, f32 or f64; absent: all ones) over [begin, end).
+PPO_DECLARE(double weight_sum(const Column& mask, int64_t begin, int64_t end))
+
 }  // namespace ppo

@@ -16,10 +16,11 @@ constexpr int LOG_RATIO_CLAMP = 20;
 template <class Real>
 using Vec = typename Compute<Real>::Vec;
 
-// TILE tokens: where their inputs are and their gradients go. Slots past the end of the data have
-// weight 0. What ppo_loss was not given points to anything, and its term is left out.
+// Up to TILE tokens: where their inputs are and their gradients go. `size` is whole vectors; slots
+// past the end of the data have weight 0. What was not given points anywhere: its term is left out.
 template <class Real>
 struct Tile {
+  int64_t size;
   const Real *weight, *coef;
   const Real *logp, *entropy, *old, *adv, *values, *old_values, *returns, *ref, *rollout;
   Real *d_logp, *d_values, *d_entropy;
@@ -34,7 +35,7 @@ struct LossHas {
 template <class Real, class Body>
 PPO_INLINE void for_vectors(const Tile<Real>& t, const Body& body) {
   typedef Vec<Real> V;
-  for (int64_t j = 0; j < TILE; j += LANES<V>) {
+  for (int64_t j = 0; j < t.size; j += LANES<V>) {
     const V weight = load(t.weight + j);
     body(j, weight, load(t.coef + j), weight != V{});
   }

@@ -223,6 +223,29 @@ def logprobs_from_logits(
     vocabulary in rank order, of any sizes, and the same labels: one all_gather of 16 bytes per
     token (after one of 8 bytes per rank), none in backward.
     """
+    x, y, transform = logit_rows(
+        logits, labels, temperature, logit_scale, softcap, ignore_index, inplace_backward
+    )
+    outputs = _Logprobs.apply(
+        x, y, transform, return_entropy, return_stats, inplace_backward, tp_group
+    )
+    logp, entropy, lse, sum_p2 = (None if o is None else o.view(labels.shape) for o in outputs)
+    if not return_entropy and not return_stats:
+        return logp
+    stats = (LogprobStats(lse, sum_p2),) if return_stats else ()
+    return (logp, entropy, *stats) if return_entropy else (logp, *stats)
+
+
+def logit_rows(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor, tuple]:
+    """The checked arguments as the ops take them: rows of logits, their labels, TRANSFORM."""
     _check(logits, labels, ignore_index, inplace_backward)
     temperature = check_temperature(temperature, labels)
     _checks.number("logit_scale", logit_scale, 0, above=True)
@@ -237,14 +260,7 @@ def logprobs_from_logits(
         temperatures = temperature.to(_real(logits)).reshape(y.shape).contiguous()
         temperature = 1.0
     transform = (temperatures, temperature, float(logit_scale), float(softcap or 0), ignore_index)
-    outputs = _Logprobs.apply(
-        x, y, transform, return_entropy, return_stats, inplace_backward, tp_group
-    )
-    logp, entropy, lse, sum_p2 = (None if o is None else o.view(labels.shape) for o in outputs)
-    if not return_entropy and not return_stats:
-        return logp
-    stats = (LogprobStats(lse, sum_p2),) if return_stats else ()
-    return (logp, entropy, *stats) if return_entropy else (logp, *stats)
+    return x, y, transform
 
 
 def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:

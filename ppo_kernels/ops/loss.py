@@ -9,7 +9,7 @@ from ppo_kernels import reference
 from ppo_kernels.ops import _checks
 from ppo_kernels.ops._gradients import needs, with_gradients
 from ppo_kernels.ops._library import define
-from ppo_kernels.ops.logprobs import logprobs_from_logits
+from ppo_kernels.ops.logprobs import TRANSFORM, logit_rows, logprobs_from_logits
 
 # What ppo_loss needs besides the log-probs and the entropy, in the order of the schema.
 TERMS = (
@@ -51,6 +51,54 @@ define(
     "(Tensor loss, Tensor stats, Tensor d_logprobs, Tensor d_values, Tensor d_entropy)",
     _reference,
     _fake,
+)
+
+
+def _logits_reference(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    transform, terms, (need_logits, need_values) = args[:5], args[5:-2], args[-2:]
+    ops = torch.ops.ppo_kernels
+    logp, entropy, *sums, _ = ops.logprobs_fwd(logits, labels, *transform, True, False)
+    shape = terms[0].shape
+    loss, stats, d_logp, d_values, d_entropy = ops.ppo_loss(
+        logp.view(shape), entropy.view(shape), *terms, need_logits, need_values, need_logits
+    )
+    d_logits = logits.new_empty(0)
+    if need_logits:
+        g, h = d_logp.view(labels.shape), d_entropy.view(labels.shape)
+        d_logits = ops.logprobs_bwd(logits, g, h, labels, *transform, *sums, entropy, None)
+    return loss, stats, d_logits, d_values
+
+
+def _logits_inplace_reference(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    loss, stats, d_logits, d_values = _logits_reference(logits, labels, *args[:-1], True, args[-1])
+    logits.copy_(d_logits)
+    return loss, stats, d_values
+
+
+def _logits_fake(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    like = args[5].to(reference.upcast(logits).dtype)
+    loss, stats, _, d_values, _ = _fake(like, None, False, args[-1], False)
+    return loss, stats, logits.new_empty(logits.shape if args[-2] else (0,)), d_values
+
+
+def _logits_inplace_fake(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    loss, stats, _, d_values = _logits_fake(logits, labels, *args[:-1], False, args[-1])
+    return loss, stats, d_values
+
+
+# logits and labels as in logprobs_fwd; the other tensors have the shape of old_logprobs.
+define(
+    f"ppo_loss_from_logits(Tensor logits, Tensor labels, {TRANSFORM}, {TERMS}, "
+    "bool need_logits, bool need_values) -> "
+    "(Tensor loss, Tensor stats, Tensor d_logits, Tensor d_values)",
+    _logits_reference,
+    _logits_fake,
+)
+define(
+    f"ppo_loss_from_logits_(Tensor(a!) logits, Tensor labels, {TRANSFORM}, {TERMS}, "
+    "bool need_values) -> (Tensor loss, Tensor stats, Tensor d_values)",
+    _logits_inplace_reference,
+    _logits_inplace_fake,
 )
 
 
@@ -202,9 +250,6 @@ def ppo_loss(
     return PPOLoss(with_gradients(loss, inputs, gradients), LossStats(stats))
 
 
-_DEFAULTS = dict(ppo_loss.__kwdefaults__)
-
-
 def ppo_loss_from_logits(
     logits: Tensor,
     labels: Tensor,
@@ -215,28 +260,78 @@ def ppo_loss_from_logits(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    ent_coef: float = 0.0,
+    values: Tensor | None = None,
+    inplace_backward: bool = False,
     **options: Any,
 ) -> PPOLoss:
-    """ppo_loss of logprobs_from_logits(logits, labels); the entropy bonus is computed inside."""
-    logp, entropy = logprobs_from_logits(
-        logits,
-        _trained(labels, mask),
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        return_entropy=True,
+    """`ppo_loss` of the log-probs and entropy of `logprobs_from_logits(logits, labels)`.
+
+    logits [.., V], labels and every per-token tensor [..]; the arguments are those of the two
+    functions (all of ppo_loss's but entropy, which is made here). Differentiable in logits and
+    values. A token with mask 0 or label -100 is not read and counts for nothing.
+
+    One read and one write of the logits: what the loss divides by depends on the mask alone, so
+    that a row becomes its log-prob, its loss and its gradient while it is at hand. Backward then
+    scales, and after `loss.backward()` not even that is left. fp16 logits are read twice: their
+    gradient would vanish before a loss scale could reach it.
+
+    inplace_backward: the gradient takes the place of the logits, in this very call: nothing of
+    their size is allocated. What else saved them for backward raises, and so does a second
+    backward. It needs logits that require grad; under torch.compile it changes nothing.
+
+    ValueError or TypeError as the two functions raise them.
+    """
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise TypeError(f"ppo_loss_from_logits got an unexpected keyword {unknown[0]!r}")
+    options = {**_OPTIONS, **options, "values": values}
+    options |= {"old_logprobs": old_logprobs, "advantages": advantages}
+    labels, options["mask"] = trained(labels, mask)
+    rows, labels_of_rows, transform = logit_rows(
+        logits, labels, temperature, logit_scale, softcap, -100, inplace_backward
     )
-    return ppo_loss(
-        logp, old_logprobs, advantages, mask, entropy=entropy, ent_coef=ent_coef, **options
-    )
+    check_options(labels, "labels", options)
+    if logits.dtype == torch.float16:
+        logp, entropy = logprobs_from_logits(
+            logits,
+            labels,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            return_entropy=True,
+            inplace_backward=inplace_backward,
+        )
+        return ppo_loss(logp, entropy=entropy, **options)
+    inputs = [rows, values]
+    need = needs(*inputs)
+    in_place = inplace_backward and need[0] and not torch.compiler.is_compiling()
+    args = (labels_of_rows, *transform, *loss_terms(options, rows))
+    with torch.no_grad():
+        if in_place:
+            op, d_logits = torch.ops.ppo_kernels.ppo_loss_from_logits_, rows.detach()
+            loss, stats, d_values = op(d_logits, *args, need[1])
+            torch.autograd.graph.increment_version(d_logits)
+        else:
+            op = torch.ops.ppo_kernels.ppo_loss_from_logits
+            loss, stats, d_logits, d_values = op(rows, *args, *need)
+    loss = with_gradients(loss, inputs, [d_logits, d_values], once=in_place)
+    return PPOLoss(loss, LossStats(stats))
 
 
-def _trained(labels: Tensor, mask: Tensor | None) -> Tensor:
-    """Masked tokens become ignore_index, so that their rows are not even read."""
-    if mask is None:
-        return labels
-    return torch.where(mask != 0, labels, torch.full_like(labels, -100))
+_OPTIONS = {k: v for k, v in ppo_loss.__kwdefaults__.items() if k != "entropy"}
+
+
+def trained(labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(labels, mask) where a token is out in both if it has mask 0 or label -100."""
+    _checks.tensor("labels", labels, _checks.INDICES)
+    counts = labels != -100
+    if mask is not None:
+        _checks.like("mask", mask, labels, "labels", None)
+        counts = counts & (mask != 0)
+    labels = torch.where(counts, labels, torch.full_like(labels, -100))
+    if mask is None or mask.dtype == torch.bool:
+        return labels, counts
+    return labels, torch.where(counts, mask, torch.zeros_like(mask))
 
 
 def loss_terms(options: dict[str, Any], logprobs: Tensor) -> list[Any]:

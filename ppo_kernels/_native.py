@@ -298,9 +298,9 @@ def _first_line(command: list[str]) -> str:
 
 def _nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return shutil.which("nvcc", path=f"{home}/bin" if home else None) or shutil.which(
-        "/usr/local/cuda/bin/nvcc"
-    )
+    if home:
+        return shutil.which(f"{home}/bin/nvcc")
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
 def _nvcc_version(nvcc: str) -> str:

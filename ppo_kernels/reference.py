@@ -240,6 +240,25 @@ def logprobs_bwd(
     return out.view(logits.shape)
 
 
+# ------------------------------------------------------------------------- from hidden states
+
+
+def logits_from_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`hidden @ weight.T + bias` of 16-bit numbers too in fp32: what the ops never hold at once."""
+    logits = upcast(hidden) @ upcast(weight).T
+    return logits if bias is None else logits + bias
+
+
+def widening_product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    """out [M, N] = a [M, K] @ b [K, N], plus out if `add`, where out is wider than a and b."""
+    a = a.to(out.dtype)
+    step = max(1, CHUNK_ELEMENTS // 4 // max(1, b.shape[0]))
+    for start in range(0, b.shape[1], step):
+        columns = slice(start, start + step)
+        part = out[:, columns]
+        torch.addmm(part, a, b[:, columns].to(out.dtype), beta=int(add), out=part)
+
+
 # ----------------------------------------------------------------------------- KL and rewards
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks
 from ppo_kernels.ops._gradients import needs, with_gradients
-from ppo_kernels.ops._library import define
+from ppo_kernels.ops._library import LIB, define
 from ppo_kernels.ops.logprobs import TRANSFORM, check_temperature, merged_partials, shard_of
 from ppo_kernels.ops.loss import (
     TERM_NAMES,
@@ -33,8 +33,9 @@ from ppo_kernels.ops.loss import (
     ppo_loss,
 )
 
-# The logits that exist at a time, where chunk_tokens does not say.
-WORKSPACE_BYTES = 256 * 2**20
+# The logits that exist at a time, where chunk_tokens does not say: with the copies of some of their
+# columns it is about 256 MB.
+WORKSPACE_BYTES = 192 * 2**20
 # Copies of some columns in another dtype. A GPU wants few large launches.
 BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 # fp32 sums of a 16-bit dW beyond those that fit into dW itself, which are half of them. The rows of
@@ -119,55 +120,67 @@ def _gradient_dtype(x: Tensor) -> torch.dtype:
 # ------------------------------------------------------------------------------------- GEMMs
 
 
-def _widens(x: Tensor) -> bool:
-    """Whether there is a GEMM from 16-bit x to its fp32 sums."""
-    if not x.is_cuda or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(x.device) >= (8, 0)
+def _widening_product_on_cuda(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(a.device) < (8, 0):
+        reference.widening_product_(out, a, b, add)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+define(
+    "widening_product_(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()",
+    reference.widening_product_,
+    lambda *_: None,
+)
+LIB.impl("widening_product_", _widening_product_on_cuda, "CUDA")
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
+    """out = a @ b, or out += a @ b, whose sums are never rounded below the dtype of out."""
+    if a.dtype == b.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=int(add), out=out)
+    elif a.dtype == b.dtype and (a.is_cuda or (a.dtype == torch.bfloat16 and _has_onednn())):
+        torch.ops.ppo_kernels.widening_product_(out, a, b, add)
+    else:
+        reference.widening_product_(out, a, b, add)
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
 
 
 def _project(p: _Problem, out: Tensor, x: Tensor, cols: slice) -> None:
-    """out = x @ weight[cols].T + bias[cols], never rounded below the dtype of out."""
-    weight = p.weight[cols]
-    if x.dtype == weight.dtype == out.dtype:
-        torch.mm(x, weight.t(), out=out)
-    elif x.dtype == weight.dtype and _widens(x):
-        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
-    else:
-        x = x.to(out.dtype)
-        for block in _slices(weight.shape[0], p.width(0, True)):
-            torch.mm(x, weight[block].to(out.dtype).t(), out=out[:, block])
+    """out = x @ weight[cols].T + bias[cols]"""
+    _product(out, x, p.weight[cols].t())
     if p.bias is not None:
         out += p.bias[cols]
-
-
-def _add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
-    """sums += a @ b. Where no GEMM widens, a 16-bit product is rounded before it is added."""
-    if a.dtype == sums.dtype:
-        torch.addmm(sums, a, b, out=sums)
-    elif _widens(a):
-        torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
-    else:
-        sums += torch.mm(a, b)
 
 
 def _add_gradients(
     p: _Problem,
     dz: Tensor,
+    live: Tensor | None,
     x: Tensor,
     cols: slice,
     d_x: Tensor | None,
     d_w: Tensor | None,
     d_b: Tensor | None,
 ) -> None:
-    """Add what dz = d(logits)[:, cols] of hidden x gives to d_x and to the columns' d_w, d_b."""
+    """Add what d(logits) of some columns gives to d_x and to the columns' d_w and d_b.
+
+    live: the rows of dz that are not 0; x and d_x have no others.
+    """
     if d_b is not None:
         d_b += dz.sum(0, dtype=d_b.dtype)
     dz = dz.to(p.grad_dtype)
+    if live is not None:
+        dz = dz.index_select(0, live)
     if d_x is not None:
-        _add_product(d_x, dz, p.weight[cols].to(p.grad_dtype))
+        _product(d_x, dz, p.weight[cols].to(p.grad_dtype), add=True)
     if d_w is not None:
-        _add_product(d_w, dz.t(), x.to(p.grad_dtype))
+        _product(d_w, dz.t(), x.to(p.grad_dtype), add=True)
 
 
 class _WeightSums:
@@ -234,16 +247,34 @@ def _by_rows(
 ) -> tuple[Tensor, ...]:
     """(logp, entropy, d_hidden, d_weight, d_bias) of a loss that knows its own gradients."""
     N, (V, H) = p.labels.numel(), p.weight.shape
-    # Per row: logp, entropy, row_max, log_sum, then the loss's gradients for the first two.
-    table = p.hidden.new_zeros((6, N), dtype=p.sum_dtype)
     d_hidden = p.hidden.new_zeros((N, H) if need[0] else 0, dtype=_gradient_dtype(p.hidden))
     d_bias = p.hidden.new_zeros(V if need[2] else 0, dtype=p.sum_dtype)
     d_weight = _WeightSums(p) if need[1] else None
+    logp, entropy, *softmax, g, h = _visit_rows(
+        p, row_gradients if any(need) else None, d_hidden, d_weight, d_bias
+    )
+    if d_weight is None:
+        return logp, entropy, d_hidden, p.weight.new_empty(0), d_bias
+    d_weight.round(p.width(0, True))
+    if d_weight.summed < V:
+        _by_columns(p, g, h, (*softmax, entropy), None, None, d_weight.out, None, d_weight.summed)
+    return logp, entropy, d_hidden, d_weight.out, d_bias
+
+
+def _visit_rows(
+    p: _Problem,
+    row_gradients: RowGradients | None,
+    d_hidden: Tensor,
+    d_weight: _WeightSums | None,
+    d_bias: Tensor,
+) -> Tensor:
+    """[6, N]: logp, entropy, row_max, log_sum, and the loss's gradients for the first two."""
+    table = p.hidden.new_zeros((6, p.labels.numel()), dtype=p.sum_dtype)
     for part, x, z in _chunks(p):
         labels, transform = p.labels[part], p.transform(part)
         *found, _ = torch.ops.ppo_kernels.logprobs_fwd(z, labels, *transform, True, False)
-        logp, entropy, *softmax = found
-        if any(need):
+        if row_gradients is not None:
+            logp, entropy, *softmax = found
             g, h = row_gradients(part, logp, entropy)
             torch.ops.ppo_kernels.logprobs_bwd_(
                 z, g, h, labels, *transform, *softmax, entropy, None
@@ -251,13 +282,7 @@ def _by_rows(
             found += [g, torch.zeros_like(g) if h is None else h]
             _chunk_gradients(p, part, x, z, p.where(_is_live(g, h)), d_hidden, d_weight, d_bias)
         table[: len(found), part] = torch.stack(found)
-    logp, entropy, *softmax, g, h = table
-    if d_weight is None:
-        return logp, entropy, d_hidden, p.weight.new_empty(0), d_bias
-    d_weight.round(p.width(0, True))
-    if d_weight.summed < V:
-        _by_columns(p, g, h, (*softmax, entropy), None, None, d_weight.out, None, d_weight.summed)
-    return logp, entropy, d_hidden, d_weight.out, d_bias
+    return table
 
 
 def _is_live(g: Tensor | None, h: Tensor | None) -> Tensor:
@@ -281,11 +306,11 @@ def _chunk_gradients(
     if live is not None:
         part, x = live + part.start if isinstance(part, slice) else part[live], x[live]
     d_x = x.new_zeros(x.shape, dtype=p.sum_dtype) if d_hidden.numel() else None
-    width, V = p.width(x.shape[0], p.weight.dtype != p.grad_dtype), p.weight.shape[0]
+    width, V = p.width(dz.shape[0], p.weight.dtype != p.grad_dtype), p.weight.shape[0]
     blocks = ((c, None) for c in _slices(V, width)) if d_weight is None else d_weight.blocks(width)
     for cols, d_w in blocks:
-        block = dz[:, cols] if live is None else dz[:, cols].index_select(0, live)
-        _add_gradients(p, block, x, cols, d_x, d_w, d_bias[cols] if d_bias.numel() else None)
+        d_b = d_bias[cols] if d_bias.numel() else None
+        _add_gradients(p, dz[:, cols], live, x, cols, d_x, d_w, d_b)
     if d_x is not None:
         d_hidden[part] = d_x.to(d_hidden.dtype)
 
@@ -328,7 +353,7 @@ def _by_columns(
             torch.ops.ppo_kernels.logprobs_bwd_(
                 z, g, h, p.labels[part], *p.transform(part), *sums, here
             )
-            _add_gradients(p, z, x, cols, None if d_x is None else d_x[at], d_w, d_b)
+            _add_gradients(p, z, None, x, cols, None if d_x is None else d_x[at], d_w, d_b)
         if d_w is not None and d_w.dtype != d_weight.dtype:
             d_weight[cols] = d_w.to(d_weight.dtype)
     if d_hidden is not None:
@@ -553,7 +578,7 @@ def logprobs_from_hidden(
     Cost: forward 2 N H V flops, backward 2 N H V for the logits once more and as much again for
     each of d(hidden) and d(weight) that is wanted; what is frozen costs nothing.
 
-    chunk_tokens: rows of logits [chunk_tokens, V] that exist at a time; None: 256 MB of them.
+    chunk_tokens: rows of logits [chunk_tokens, V] that exist at a time; None: about 200 MB of them.
     logits_dtype: their dtype. None: fp32, in which GEMMs add up; torch.bfloat16 (of bf16 inputs
         only) is faster and rounds every logit to 8 bits, an error of up to 0.06 at 32.
     compact: leave rows with an ignored label, and backward those without a gradient, out of the

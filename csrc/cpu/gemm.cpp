@@ -1,0 +1,123 @@
+#include "cpu/gemm.h"
+
+namespace ppo {
+namespace PPO_ISA {
+namespace {
+
+// Blocks are copied to fixed shapes and strides, padded with zeros: oneDNN compiles a kernel for
+// each that it meets and keeps it, and the numbers of rows never stop changing.
+struct Scratch {
+  alignas(64) uint16_t a[GEMM_M * GEMM_K];
+  alignas(64) uint32_t b[GEMM_K / 2 * GEMM_TILE];
+  alignas(64) float sums[GEMM_M * GEMM_N];
+};
+
+int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+inline uint32_t two(const uint16_t* x) {
+  uint32_t y;
+  __builtin_memcpy(&y, x, sizeof y);
+  return y;
+}
+
+// m x k of A, row by row.
+void pack_a(const GemmArgs& g, int64_t i0, int64_t m, int64_t k0, int64_t k, uint16_t* out) {
+  const uint16_t* a = g.a + i0 * g.a_row + k0 * g.a_col;
+  const int64_t m_end = padded(m, 16), k_end = padded(k, 32);
+  for (int64_t i = 0; i < m_end; ++i)
+    for (int64_t j = i < m ? k : 0; j < k_end; ++j) out[i * GEMM_K + j] = 0;
+  if (g.a_col == 1) {
+    for (int64_t i = 0; i < m; ++i)
+      __builtin_memcpy(out + i * GEMM_K, a + i * g.a_row, k * sizeof(uint16_t));
+    return;
+  }
+  // Strips of rows that fit into the cache, and four numbers per write where A is a transpose.
+  for (int64_t i = 0; i < m; i += 16) {
+    const int64_t i_end = least(i + 16, m);
+    int64_t j = 0;
+    for (; g.a_row == 1 && j + 4 <= k; j += 4) {
+      const uint16_t* x = a + j * g.a_col;
+      for (int64_t s = i; s < i_end; ++s) {
+        uint64_t four = x[s] | uint64_t(x[s + g.a_col]) << 16 |
+                        uint64_t(x[s + 2 * g.a_col]) << 32 | uint64_t(x[s + 3 * g.a_col]) << 48;
+        __builtin_memcpy(out + s * GEMM_K + j, &four, sizeof four);
+      }
+    }
+    for (; j < k; ++j)
+      for (int64_t s = i; s < i_end; ++s) out[s * GEMM_K + j] = a[s * g.a_row + j * g.a_col];
+  }
+}
+
+// k x n of B: rows 2i and 2i + 1 side by side, as the dot product of pairs wants them.
+void pack_b(const GemmArgs& g, int64_t k0, int64_t k, int64_t j0, int64_t n, uint32_t* out) {
+  const uint16_t* b = g.b + k0 * g.b_row + j0 * g.b_col;
+  const int64_t k_end = padded(k, 32);
+  if (k < k_end || n < GEMM_TILE) __builtin_memset(out, 0, k_end / 2 * GEMM_TILE * sizeof *out);
+  if (g.b_row == 1 && k == k_end && n == GEMM_TILE) {
+    for (int64_t i = 0; i < k; i += 32)
+      for (int64_t j = 0; j < GEMM_TILE; j += 2) {
+        const uint16_t* x = b + i + j * g.b_col;
+        for (int64_t s = 0; s < 32; s += 2) {
+          uint64_t four = two(x + s) | uint64_t(two(x + s + g.b_col)) << 32;
+          __builtin_memcpy(out + (i + s) / 2 * GEMM_TILE + j, &four, sizeof four);
+        }
+      }
+    return;
+  }
+  for (int64_t i = 0; i < k; i += 2) {
+    const uint16_t *even = b + i * g.b_row, *odd = even + g.b_row;
+    uint32_t* pairs = out + i / 2 * GEMM_TILE;
+    if (i + 1 == k) {
+      for (int64_t j = 0; j < n; ++j) pairs[j] = even[j * g.b_col];
+    } else if (g.b_col == 1) {
+      for (int64_t j = 0; j < n; ++j) pairs[j] = even[j] | uint32_t(odd[j]) << 16;
+    } else {
+      for (int64_t j = 0; j < n; ++j)
+        pairs[j] = even[j * g.b_col] | uint32_t(odd[j * g.b_col]) << 16;
+    }
+  }
+}
+
+void store(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, const float* sums) {
+  for (int64_t i = 0; i < m; ++i) {
+    float* out = g.out + (i0 + i) * g.out_row + j0;
+    for (int64_t t = 0; t < n; t += GEMM_TILE) {
+      const float* tile = sums + t * GEMM_M + i * GEMM_TILE;
+      const int64_t width = least(GEMM_TILE, n - t);
+      if (g.add) {
+        for (int64_t j = 0; j < width; ++j) out[t + j] += tile[j];
+      } else {
+        for (int64_t j = 0; j < width; ++j) out[t + j] = tile[j];
+      }
+    }
+  }
+}
+
+void block(const GemmArgs& g, int64_t i0, int64_t j0, Scratch& s) {
+  const int64_t m = least(GEMM_M, g.M - i0), n = least(GEMM_N, g.N - j0);
+  for (int64_t k0 = 0; k0 < g.K; k0 += GEMM_K) {
+    const int64_t k = least(GEMM_K, g.K - k0);
+    pack_a(g, i0, m, k0, k, s.a);
+    for (int64_t t = 0; t < n; t += GEMM_TILE) {
+      pack_b(g, k0, k, j0 + t, least(GEMM_TILE, n - t), s.b);
+      at::native::cpublas::brgemm(padded(m, 16), GEMM_TILE, padded(k, 32), GEMM_K, GEMM_TILE,
+                                  GEMM_TILE, k0 > 0, reinterpret_cast<const c10::BFloat16*>(s.a),
+                                  reinterpret_cast<const c10::BFloat16*>(s.b),
+                                  s.sums + t * GEMM_M, true);
+    }
+  }
+  store(g, i0, m, j0, n, s.sums);
+}
+
+}  // namespace
+
+void gemm_blocks(const GemmArgs& g, int64_t begin, int64_t end) {
+  static thread_local Scratch scratch;
+  const int64_t rows = (g.M + GEMM_M - 1) / GEMM_M;
+  for (int64_t i = begin; i < end; ++i) block(g, i % rows * GEMM_M, i / rows * GEMM_N, scratch);
+  at::native::cpublas::brgemm_release(true);
+}
+
+}  // namespace PPO_ISA
+}  // namespace ppo

@@ -148,6 +148,14 @@ def test_07_36_a_bf16_model_keeps_fp32_logprobs_and_its_own_dtypes() -> None:
     assert model.v_head.summary.weight.dtype == torch.float32
 
 
+def test_36_an_fp64_model_is_trained_in_fp64() -> None:
+    trainer = tiny.trainer(tiny.policy().double(), ref_model=tiny.policy(1).double())
+    ro = trainer.rollout(*tiny.rows(4))
+    close(ro.logprobs.float(), tiny.trainer().rollout(*tiny.rows(4)).logprobs, **tol.REORDERED)
+    assert ro.advantages.dtype == ro.rewards.dtype == ro.scores.dtype == torch.float64
+    assert trainer.update(ro)["ppo/optimizer_steps"] == 4
+
+
 def test_36_bf16_autocast() -> None:
     exact = tiny.trainer().rollout(*tiny.rows(4))
     trainer = tiny.trainer(bf16=True)

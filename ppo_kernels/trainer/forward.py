@@ -44,7 +44,7 @@ def action_states(
             x = out.logits if hasattr(out, "logits") else out[0]
             values = out[-1].reshape(batch.input_ids.shape) if with_values else None
     x = x.flatten(0, 1).index_select(0, batch.at)
-    return States(x, head, None if values is None else values.float())
+    return States(x, head, None if values is None else reference.upcast(values))
 
 
 def token_logprobs(
@@ -66,7 +66,7 @@ def full_kl(policy: States, ref: States, temperature: float) -> Tensor:
     """[n]: `sum_v p_v (ln p_v - ln q_v)`; at most about 64 MB of logits at a time."""
     V = policy.x.shape[-1] if policy.head is None else policy.head.weight.shape[0]
     rows = max(1, reference.CHUNK_ELEMENTS // V)
-    kl = policy.x.new_zeros(0, dtype=torch.float32)
+    kl = reference.upcast(policy.x.new_zeros(0))
     for p, q in zip(policy.x.split(rows), ref.x.split(rows)):
         p, q = policy.head.logits(p) if policy.head else p, ref.head.logits(q) if ref.head else q
         p, q = ((reference.upcast(z) / temperature).log_softmax(-1) for z in (p, q))

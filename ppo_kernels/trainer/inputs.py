@@ -30,8 +30,8 @@ class InputChecker:
         self.cfg, self.start_token_id = cfg, start
         self.eos = torch.tensor(eos_ids, dtype=torch.int64)
         self.vocab_size = getattr(model_config, "vocab_size", None)
-        length = getattr(model_config, "max_position_embeddings", None)
-        self.max_length = length if start is None else None
+        length = getattr(model_config, "max_position_embeddings", None) or 0
+        self.max_length = length if start is None and length > 0 else None
 
     def __call__(
         self,

@@ -69,7 +69,9 @@ class PPOTrainer:
             raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
         self.config = cfg = dataclasses.replace(config)
         self.model, self.tokenizer, self.lr_scheduler = model, tokenizer, lr_scheduler
-        self.device = next(model.parameters()).device
+        first = next(model.parameters())
+        self.device = first.device
+        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self.ranks = Ranks(group, self.device)
         self._set_tokens(pad_token_id)
         self._set_reference(ref_model, reference)
@@ -232,19 +234,20 @@ class PPOTrainer:
         """
         x = self.ranks.together(lambda: self._check(queries, responses, scores, **options))
         full = self._collate(x.queries, x.responses, x.masks)
-        tokens = {name: torch.zeros(full.mask.shape, device=self.device) for name in TOKEN_FIELDS}
-        tokens["rollout_logprobs"] = full.scatter(x.rollout_logprobs.to(self.device))
-        rows = {"raw_scores": x.scores.float(), "bootstrap": torch.zeros(len(queries))}
-        rows |= {"scores": self._shaped(x.scores, full.mask.any(-1).cpu(), x.finished)}
-        rows |= {"finished": x.finished, "truncated": x.truncated}
-        rows = {name: row.to(self.device) for name, row in rows.items()}
-        ro = Rollout(x.queries, x.responses, full.mask, **tokens, **rows)
+        kind = {"device": self.device, "dtype": self.dtype}
+        tokens = {name: torch.zeros(full.mask.shape, **kind) for name in TOKEN_FIELDS}
+        tokens["rollout_logprobs"] = full.scatter(x.rollout_logprobs.to(**kind))
+        rows = {"raw_scores": x.scores, "bootstrap": torch.zeros(len(queries))}
+        rows["scores"] = self._shaped(x.scores, full.mask.any(-1).cpu(), x.finished)
+        rows = {name: row.to(**kind) for name, row in rows.items()}
+        ends = {"finished": x.finished.to(self.device), "truncated": x.truncated.to(self.device)}
+        ro = Rollout(x.queries, x.responses, full.mask, **tokens, **rows, **ends)
         order = sorted(range(len(ro)), key=full.lengths.tolist().__getitem__)
         size = self.config.micro_batch_size or self.config.mini_batch_size
         with modes.without_dropout(self.model, self.ref_model):
             for start in range(0, len(ro), size):
                 self._score(ro, order[start : start + size])
-        ro.rewards = self._rewards(ro, full.scatter(x.token_scores.to(self.device)))
+        ro.rewards = self._rewards(ro, full.scatter(x.token_scores.to(**kind)))
         self.compute_advantages(ro)
         return ro
 
@@ -276,7 +279,7 @@ class PPOTrainer:
                 new["kl"] = kl_penalty(new["logprobs"], new["ref_logprobs"], kind)
         T = batch.mask.shape[1]
         for name, x in new.items():
-            x = torch.where(ro.mask[rows, :T], batch.scatter(x.float()), 0)
+            x = torch.where(ro.mask[rows, :T], batch.scatter(x.to(self.dtype)), 0)
             getattr(ro, name)[rows, :T] = x
         if cfg.bootstrap_truncated:
             # The forward has read the last token too, so V of the state after it is at hand.
@@ -296,7 +299,7 @@ class PPOTrainer:
                 yield self.model, self._readable
 
     def _shaped(self, scores: Tensor, live: Tensor, finished: Tensor) -> Tensor:
-        """raw [B] fp64 -> running scale -> clip -> missing-EOS penalty, fp32."""
+        """raw [B] fp64 -> running scale -> clip -> missing-EOS penalty."""
         cfg = self.config
         if cfg.use_score_scaling:
             batch = RunningMoments()
@@ -307,7 +310,7 @@ class PPOTrainer:
             scores = (scores - shift) / self.running.std
         if cfg.score_clip is not None:
             scores = scores.clamp(-cfg.score_clip, cfg.score_clip)
-        return (scores - (cfg.missing_eos_penalty or 0.0) * ~finished).float()
+        return scores - (cfg.missing_eos_penalty or 0.0) * ~finished
 
     def _rewards(self, ro: Rollout, token_rewards: Tensor) -> Tensor:
         cfg, beta, kind = self.config, self.kl_ctl.value, KL_KINDS[self.config.kl_penalty]
@@ -441,7 +444,7 @@ class PPOTrainer:
         logprobs, entropy = self._logprobs(states, batch)
         new = {"logprobs": logprobs, "values": states.values.flatten()[batch.at]}
         new["entropy"] = entropy if cfg.ent_coef else entropy.detach()
-        new = {name: batch.scatter(x.float()) for name, x in new.items()}
+        new = {name: batch.scatter(x.to(self.dtype)) for name, x in new.items()}
         names = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value", "vf_coef")
         out = ppo_loss(
             new["logprobs"],

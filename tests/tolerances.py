@@ -53,3 +53,5 @@ LONG_SCAN = {"rtol": 1e-4, "atol": 2e-3}
 ORACLE_FP64 = {"rtol": 1e-9, "atol": 1e-9}
 # fp32 numbers around 30000 with a deviation of 0.05: the input itself has only that many digits.
 FAR_FROM_ZERO = {"rtol": 0.0, "atol": 1e-3}
+# bf16 gradients through bf16 GEMMs: d(logits) and the result are each rounded to 2^-9 relative.
+BF16_GRADIENT = {"rtol": 2**-7, "atol": 2e-2}

@@ -1,0 +1,311 @@
+"""logprobs_from_hidden, lm_loss, ppo_loss_from_hidden against the logits path, peers and fp64."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tolerances as tol
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ppo_kernels as pk
+from ppo_kernels import reference
+from ppo_kernels.ops import hidden as hidden_ops
+
+# Numbers of TRL's chunked log-probs, verl's FusedLinearForPPO and cut-cross-entropy; for bf16
+# inputs the fp64 values, because the peers round their logits.
+with np.load(Path(__file__).parent / "data" / "hidden.npz") as stored:
+    ORACLE = {key: torch.from_numpy(stored[key]) for key in stored.files}
+CASES = sorted({key.split("/")[0] for key in ORACLE})
+EVERYTHING = {"logit_scale": 0.7, "softcap": 3.0}
+
+
+def problem(N: int = 23, H: int = 16, V: int = 37, dtype: torch.dtype = torch.float32) -> dict:
+    labels = torch.randint(V, (N,))
+    labels[0] = labels[-1] = -100
+    floats = {"hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": torch.randn(V)}
+    return {k: x.to(dtype).requires_grad_() for k, x in floats.items()} | {"labels": labels}
+
+
+def exact(x: dict) -> dict:
+    return {
+        k: t.detach().double().requires_grad_() if t.is_floating_point() else t
+        for k, t in x.items()
+    }
+
+
+def by_logits(x: dict, labels: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    z = reference.logits_from_hidden(x["hidden"], x["weight"], x["bias"])
+    labels = x["labels"] if labels is None else labels
+    temperature = options.pop("temperature", 1.0)
+    return reference.logprobs_and_entropy(z, labels, temperature, **options)
+
+
+def gradients(y: Tensor, x: dict, **more: Any) -> list[Tensor]:
+    return list(torch.autograd.grad(y, [x[n] for n in ("hidden", "weight", "bias")], **more))
+
+
+def close(got: Any, want: Any, tolerance: dict[str, float] = tol.FP32) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), equal_nan=True, **tolerance)
+
+
+def loss_inputs(x: dict) -> tuple[tuple, dict]:
+    N = x["labels"].numel()
+    logp, _ = by_logits(exact(x))
+    old = logp.detach() + 0.2 * torch.randn(N)
+    tensors = {"old_values": torch.randn(N), "returns": torch.randn(N), "ref_logprobs": old - 0.1}
+    options = {"kl_coef": 0.1, "ent_coef": 0.01, "values": torch.randn(N).requires_grad_()}
+    return (old, torch.randn(N), torch.rand(N) > 0.3), tensors | options
+
+
+def expected_loss(x: dict, tokens: tuple, options: dict, **head: Any) -> Any:
+    labels = torch.where(tokens[2], x["labels"], -100)
+    logp, entropy = by_logits(x, labels, **head)
+    return pk.ppo_loss(logp, *tokens, entropy=entropy, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_numbers(case: str) -> None:
+    a = {k.split("/")[1]: t for k, t in ORACLE.items() if k.startswith(case + "/")}
+    dtype = torch.bfloat16 if case.endswith("_bf") else torch.float32
+    leaves = {n: a[f"in.{n}"].to(dtype) for n in ("hidden", "weight", "bias") if f"in.{n}" in a}
+    leaves = {n: t.requires_grad_() for n, t in leaves.items()}
+    temperature, scale, cap = a["options"].tolist()
+    head = {"temperature": temperature, "logit_scale": scale, "softcap": cap or None}
+    logp, entropy = pk.logprobs_from_hidden(
+        labels=a["in.target"], return_entropy=True, chunk_tokens=2, **head, **leaves
+    )
+    small = tol.BF16_GRADIENT if dtype == torch.bfloat16 else tol.ORACLE
+    if "out.loss" in a:  # cut-cross-entropy: one output
+        close([-logp], [a["out.loss"]], tol.ORACLE)
+        found = torch.autograd.grad(-logp, list(leaves.values()), a["in.g"])
+        close(found, [a[f"out.grad_{n}"] for n in leaves], small)
+        return
+    close([logp, entropy], [a["out.logp"], a["out.entropy"]], tol.ORACLE)
+    for name, y, g in (("logp", logp, a["in.g"]), ("entropy", entropy, a["in.h"])):
+        found = torch.autograd.grad(y, list(leaves.values()), g, retain_graph=True)
+        for n, got in zip(leaves, found):
+            if f"out.grad_{name}_{n}" in a:
+                close([got], [a[f"out.grad_{name}_{n}"]], small)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("chunk", [None, 1, 5])
+def test_logprobs_equal_the_logits_path(chunk: int | None, compact: bool) -> None:
+    x = problem()
+    temperature = torch.rand(23) + 0.5
+    out = pk.logprobs_from_hidden(
+        **x, temperature=temperature, return_entropy=True, chunk_tokens=chunk, compact=compact,
+        **EVERYTHING,
+    )  # fmt: skip
+    want = exact(x)
+    expected = by_logits(want, temperature=temperature.double(), **EVERYTHING)
+    close(out, expected)
+    g = torch.randn(2, 23)
+    got = gradients((out[0] * g[0] + out[1] * g[1]).sum(), x)
+    close(got, gradients((expected[0] * g[0] + expected[1] * g[1]).sum(), want))
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("chunk", [None, 1, 5])
+def test_ppo_loss_equals_the_logits_path(chunk: int | None, compact: bool) -> None:
+    x = problem()
+    tokens, options = loss_inputs(x)
+    how = {"chunk_tokens": chunk, "compact": compact, "bias": x["bias"], **EVERYTHING}
+    got = pk.ppo_loss_from_hidden(x["hidden"], x["weight"], x["labels"], *tokens, **options, **how)
+    want = exact(x)
+    expected = expected_loss(want, tokens, options, **EVERYTHING)
+    close([got.loss, got.stats.tensor], [expected.loss, expected.stats.tensor])
+    values = options["values"]
+    inputs = [x["hidden"], x["weight"], x["bias"], values]
+    exact_inputs = [want["hidden"], want["weight"], want["bias"], values]
+    # Twice through the same graph, with another factor: what is saved is not what is handed out.
+    for factor, keep in ((1.0, True), (3.0, False)):
+        found = torch.autograd.grad(got.loss * factor, inputs, retain_graph=keep)
+        wanted = torch.autograd.grad(expected.loss * factor, exact_inputs, retain_graph=True)
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("reduction", ["seq-mean-token-mean", "seq-mean-token-sum", "sum"])
+def test_padded_reductions(reduction: str) -> None:
+    x = problem(24)
+    tokens, options = loss_inputs(x)
+    tokens = tuple(t.view(4, 6) for t in tokens)
+    options = {k: t.view(4, 6) if isinstance(t, Tensor) else t for k, t in options.items()}
+    options |= {"reduction": reduction, "normalizer": torch.tensor(7.0)}
+    x |= {"hidden": x["hidden"].detach().view(4, 6, -1).requires_grad_()}
+    x |= {"labels": x["labels"].view(4, 6)}
+    arguments = (x["hidden"], x["weight"], x["labels"], *tokens)
+    got = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], chunk_tokens=5, **options)
+    want = exact(x)
+    expected = expected_loss(want, tokens, options)
+    close([got.loss], [expected.loss])
+    close(gradients(got.loss, x), gradients(expected.loss, want))
+
+
+@pytest.mark.parametrize("normalizer", [None, 11.0])
+def test_lm_loss(normalizer: float | None) -> None:
+    x = problem()
+    loss, want = pk.lm_loss(**x, normalizer=normalizer, chunk_tokens=4), exact(x)
+    logp, _ = by_logits(want)
+    expected = -logp.sum() / (normalizer or (x["labels"] != -100).sum())
+    close([loss], [expected])
+    close(gradients(loss, x), gradients(expected, want))
+    x["labels"].fill_(-100)
+    nothing = pk.lm_loss(**x)
+    assert nothing == 0 and all((g == 0).all() for g in gradients(nothing, x))
+
+
+def test_gradcheck() -> None:
+    x = problem(5, 3, 7, torch.float64)
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple:
+        return pk.logprobs_from_hidden(
+            hidden, weight, x["labels"][:5], bias=bias, return_entropy=True, chunk_tokens=2,
+            temperature=0.7, **EVERYTHING,
+        )  # fmt: skip
+
+    x["labels"][0] = 1
+    assert torch.autograd.gradcheck(run, (x["hidden"], x["weight"], x["bias"]))
+
+
+def test_bf16_beats_eager_bf16() -> None:
+    x = problem(64, 32, 501, torch.bfloat16)
+    tokens, options = loss_inputs(x)
+    want = exact(x)
+    expected = gradients(expected_loss(want, tokens, options).loss, want)
+    arguments = (x["hidden"], x["weight"], x["labels"], *tokens)
+    ours = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], chunk_tokens=9, **options)
+    labels = torch.where(tokens[2], x["labels"], -100)
+    logits = torch.nn.functional.linear(x["hidden"], x["weight"], x["bias"])
+    logp, entropy = reference.logprobs_and_entropy(logits, labels)
+    eager = pk.ppo_loss(logp, *tokens, entropy=entropy, **options)
+    for a, b, e in zip(gradients(ours.loss, x), gradients(eager.loss, x), expected):
+        assert (a - e).norm() < 0.7 * (b - e).norm()
+        assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
+
+
+@pytest.mark.parametrize("spare", [0, 10**6])
+def test_16_bit_sums_in_place(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dW's memory first holds fp32 sums; the columns without any are made again."""
+    monkeypatch.setitem(hidden_ops.SUM_BYTES, "cpu", spare)
+    monkeypatch.setitem(hidden_ops.BLOCK_BYTES, "cpu", 2048)
+    x = problem(40, 8, 33, torch.bfloat16)
+    want = exact(x)
+    loss = pk.lm_loss(**x, chunk_tokens=7)
+    expected = -by_logits(want)[0].sum() / (x["labels"] != -100).sum()
+    for a, e in zip(gradients(loss, x), gradients(expected, want)):
+        assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (17, 65, 33), (300, 515, 70), (2, 3, 600)])
+@pytest.mark.parametrize("add", [False, True])
+def test_widening_product(shape: tuple[int, int, int], add: bool) -> None:
+    M, N, K = shape
+    for a in (torch.randn(M, K), torch.randn(K, M).t()):
+        for b in (torch.randn(K, N), torch.randn(N, K).t()):
+            a16, b16, out = a.bfloat16(), b.bfloat16(), torch.randn(M, 2 * N)[:, :N]
+            want = a16.double() @ b16.double() + (out.double() if add else 0)
+            torch.ops.ppo_kernels.widening_product_(out, a16, b16, add)
+            close([out], [want], tol.FP32_SUM)
+
+
+def test_frozen_inputs_and_untrained_rows() -> None:
+    x = problem()
+    tokens, options = loss_inputs(x)
+    x["weight"].requires_grad_(False)
+    # Neither labels nor hidden states of masked tokens are read.
+    junk = torch.where(tokens[2].unsqueeze(-1), x["hidden"].detach(), torch.nan).requires_grad_()
+    loss = pk.ppo_loss_from_hidden(junk, x["weight"], x["labels"], *tokens, **options).loss
+    loss.backward()
+    assert x["weight"].grad is None and junk.grad.isfinite().all()
+    assert (junk.grad[~tokens[2]] == 0).all()
+    with torch.no_grad():
+        again = pk.ppo_loss_from_hidden(junk, x["weight"], x["labels"], *tokens, **options)
+    assert not again.loss.requires_grad and again.loss == loss
+
+
+def test_label_out_of_range_poisons_its_row() -> None:
+    x = problem()
+    x["labels"][3] = 37
+    logp = pk.logprobs_from_hidden(**x, chunk_tokens=4)
+    assert logp.isnan().nonzero().flatten().tolist() == [3]
+    grad = gradients(logp.sum(), x)[0]
+    assert grad[3].isnan().all() and grad[torch.arange(23) != 3].isfinite().all()
+
+
+def test_empty() -> None:
+    x = problem()
+    x |= {"hidden": x["hidden"][:0], "labels": x["labels"][:0]}
+    assert pk.logprobs_from_hidden(**x).shape == (0,)
+    assert pk.lm_loss(**x) == 0
+
+
+def test_compile_checkpoint_and_autocast() -> None:
+    x = problem()
+    tokens, options = loss_inputs(x)
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        logp = pk.logprobs_from_hidden(hidden, weight, x["labels"], bias=bias)
+        loss = pk.ppo_loss_from_hidden(hidden, weight, x["labels"], *tokens, bias=bias, **options)
+        return loss.loss + logp.mean() + pk.lm_loss(hidden, weight, x["labels"], bias=bias)
+
+    inputs = (x["hidden"], x["weight"], x["bias"])
+    want = run(*inputs)
+    for other in (
+        torch.compile(run, fullgraph=True, backend="aot_eager"),
+        lambda *a: checkpoint(run, *a, use_reentrant=False),
+    ):
+        got = other(*inputs)
+        close([got], [want])
+        close(gradients(got, x), gradients(want, x, retain_graph=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(*inputs)
+    rounded = run(*(t.bfloat16() for t in inputs))
+    close([got], [rounded])
+    assert [g.dtype for g in gradients(got, x)] == [torch.float32] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(23, 9)}, "hidden must have shape"),
+        ({"weight": torch.zeros(0)}, "weight must have shape"),
+        ({"labels": torch.zeros(22, dtype=torch.int64)}, "labels must have shape"),
+        ({"bias": torch.zeros(3)}, "bias must have shape"),
+        ({"weight": torch.zeros(37, 16, device="meta")}, "weight must be on cpu"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be >= 1"),
+        ({"logits_dtype": torch.float16}, "logits_dtype must be"),
+        ({"logits_dtype": torch.bfloat16}, "needs bfloat16 hidden"),
+    ],
+)
+def test_errors(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pk.logprobs_from_hidden(**(problem() | change))
+
+
+def test_workspace_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden_ops, "WORKSPACE_BYTES", 100)
+    with pytest.raises(ValueError, match="one row of logits"):
+        pk.lm_loss(**problem())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    x = problem(200, 64, 1000, dtype)
+    tokens, options = loss_inputs(x)
+    want = exact(x)
+    expected = expected_loss(want, tokens, options)
+    on = {k: t.detach().cuda().requires_grad_(t.requires_grad) for k, t in x.items()}
+    options = {k: t.detach().cuda() if isinstance(t, Tensor) else t for k, t in options.items()}
+    got = pk.ppo_loss_from_hidden(
+        on["hidden"], on["weight"], on["labels"], *(t.cuda() for t in tokens), bias=on["bias"],
+        chunk_tokens=64, **options,
+    )  # fmt: skip
+    close([got.loss.cpu()], [expected.loss])
+    for a, e in zip(gradients(got.loss, on), gradients(expected.loss, want)):
+        assert (a.cpu() - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()

@@ -40,23 +40,37 @@ def build(
     include = [work, CSRC, TESTS / "emu", pybind11.get_include(), sysconfig.get_paths()["include"]]
     cxx = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden"]
     cxx += ["-Wno-unknown-pragmas", *(flags or []), *(f"-I{path}" for path in include)]
+    # The binding is the same for every edit of the kernels: compiled once per set of flags.
+    module = folder.parent / f"emu_module{'_'.join(flags or [])}.o".replace("=", "_")
     (work / "build.ninja").write_text(
         f"rule cxx\n  command = {shlex.join(cxx)} -c $in -o $out\n"
         f"rule link\n  command = {shlex.join([*cxx, '-shared'])} $in -o $out\n"
         f"build gae.o: cxx {TESTS / 'emu' / 'emu_gae.cpp'}\n"
-        f"build module.o: cxx {TESTS / 'emu' / 'emu_module.cpp'}\n"
-        "build emu.so: link gae.o module.o\n"
+        + (
+            f"build module.o: cxx {TESTS / 'emu' / 'emu_module.cpp'}\n"
+            if not module.exists()
+            else ""
+        )
+        + f"build emu.so: link gae.o {module if module.exists() else 'module.o'}\n"
     )
     command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(work)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    if (work / "module.o").exists():
+        os.replace(work / "module.o", module)
     done.parent.mkdir(exist_ok=True)
     os.replace(work / "emu.so", done)
     return done
 
 
+def shared_folder(base: Path) -> Path:
+    """A folder for the builds of one test run, from tmp_path_factory.getbasetemp()."""
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("emu", path)
+    # pybind11 hands out a module it knows by this name, so each build gets one of its own.
+    spec = importlib.util.spec_from_file_location(f"build{next(_versions)}.emu", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

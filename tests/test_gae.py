@@ -21,7 +21,9 @@ Run = Callable[..., reference.Advantages]
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return emulation.load(emulation.build(tmp_path_factory.getbasetemp().parent / "emu"))
+    return emulation.load(
+        emulation.build(emulation.shared_folder(tmp_path_factory.getbasetemp()) / "emu")
+    )
 
 
 class Backend:

@@ -656,6 +656,8 @@ def test_29_value_parameters_have_their_own_rate_and_warm_up_first() -> None:
         model, value_learning_rate=1e-2, learning_rate=1e-4, critic_warmup_steps=1
     )
     assert [g["lr"] for g in trainer.optimizer.param_groups] == [1e-4, 1e-2]
+    for group, own in zip(trainer.optimizer.param_groups, (model.policy, model.value_model)):
+        assert set(group["params"]) == set(own.parameters())
     before = parameters(model)
     trainer.step(*tiny.rows(4))
     after = parameters(model)

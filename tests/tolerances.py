@@ -55,3 +55,5 @@ ORACLE_FP64 = {"rtol": 1e-9, "atol": 1e-9}
 FAR_FROM_ZERO = {"rtol": 0.0, "atol": 1e-3}
 # bf16 gradients through bf16 GEMMs: d(logits) and the result are each rounded to 2^-9 relative.
 BF16_GRADIENT = {"rtol": 2**-7, "atol": 2e-2}
+# A loss in fp32 split into micro-batches: the same per-token numbers, added in fp64.
+SPLIT = {"rtol": 1e-6, "atol": 1e-7}

@@ -129,6 +129,19 @@ def test_ppo_loss_equals_the_logits_path(chunk: int | None, compact: bool) -> No
         close(found, wanted)
 
 
+def test_rows_without_gradient_leave_the_gemms() -> None:
+    x = problem()
+    (old, advantages, mask), _ = loss_inputs(x)
+    old = old - 2 * advantages.sign() * (torch.arange(23) % 2)  # every other row is clipped
+    tokens = (old, advantages, mask)
+    arguments = (x["hidden"], x["weight"], x["labels"], *tokens)
+    got = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], chunk_tokens=6)
+    want = exact(x)
+    expected = expected_loss(want, tokens, {})
+    assert (expected.stats.clipfrac > 0.2) and (expected.stats.clipfrac < 0.9)
+    close(gradients(got.loss, x), gradients(expected.loss, want))
+
+
 @pytest.mark.parametrize("reduction", ["seq-mean-token-mean", "seq-mean-token-sum", "sum"])
 def test_padded_reductions(reduction: str) -> None:
     x = problem(24)

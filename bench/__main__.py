@@ -155,17 +155,18 @@ def run(
         budget = GPU_BUDGET if device.type == "cuda" else BUDGET[size]
         chosen = select(args, ops, size, device)
         ran = []
-        for case in chosen:
+        for i, case in enumerate(chosen, 1):
             if args.seconds and time.monotonic() - start > args.seconds:
                 say(f"{case.key}: not run, {args.seconds:.0f} s are over")
                 continue
-            rows = runner.run_case(case, device, budget, say)
+            at = f"{size} case {i} of {len(chosen)}, "
+            rows = runner.run_case(case, device, budget, lambda text, at=at: say(at + text))
             if args.memory and device.type == "cuda":
                 runner.add_cuda_memory(case, rows, device, say)
             result["rows"] += rows
             ran.append(case)
         if args.memory and device.type == "cpu":
-            weighed = [c for c in ran if not args.record or c.headline or c.sweep]
+            weighed = [c for c in ran if not args.record or c.headline or c.sweep or c.single]
             runner.add_memory(weighed, result["rows"], [size, ",".join(ops)], say)
     return result
 

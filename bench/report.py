@@ -16,8 +16,8 @@ LEGEND = (
     "time: median per call (on a GPU the device's time, and wall the time between calls); spread: "
     "half the interquartile range; vs ours: ratio of times, with ~ where the spreads overlap, so "
     "that the difference is not one; of ceiling: the least bytes or flops, over the time, over "
-    "this machine's measured copy bandwidth or GEMM rate (a copy also writes: a pure read can "
-    "exceed it); error: largest deviation from fp64 over the largest value; memory: peak above "
+    "this machine's measured copy bandwidth or GEMM rate (a copy on a CPU also loads what it "
+    "overwrites: reading, or writing in place, can exceed it); error: largest deviation from fp64 over the largest value; memory: peak above "
     "the inputs and the gradients that were asked for, in a fresh process."
 )
 
@@ -79,7 +79,8 @@ def cells(row: Row, base: Row | None, result: dict[str, Any]) -> dict[str, str]:
             line["wall"] = seconds(row["wall_seconds"])
         if row["tokens"]:
             line["tokens/s"] = f"{row['tokens'] / row['wall_seconds']:.0f}"
-        line["spread"] = seconds((row["high"] - row["low"]) / 2)
+        half = seconds((row["high"] - row["low"]) / 2)
+        line["spread"] = half if row["samples"] > 1 else "one call"
         line["vs ours"] = ratio(row, base)
         line["of ceiling"] = share(row, result["ceiling"])
     return line | {"error": error, "memory": extra_memory(row)}

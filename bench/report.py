@@ -17,8 +17,9 @@ LEGEND = (
     "half the interquartile range; vs ours: ratio of times, with ~ where the spreads overlap, so "
     "that the difference is not one; of ceiling: the least bytes or flops, over the time, over "
     "this machine's measured copy bandwidth or GEMM rate (a copy on a CPU also loads what it "
-    "overwrites: reading, or writing in place, can exceed it); error: largest deviation from fp64 over the largest value; memory: peak above "
-    "the inputs and the gradients that were asked for, in a fresh process."
+    "overwrites: reading, or writing in place, can exceed it); error: largest deviation from fp64 "
+    "over the largest value; memory: peak above the inputs and the gradients that were asked for, "
+    "in a fresh process on a CPU, by the allocator on a GPU."
 )
 
 

@@ -162,8 +162,9 @@ def test_gemma_softcap_is_a_cap(backend: Backend) -> None:
 
 def test_stats(backend: Backend) -> None:
     """verl#6153: sum p^2 from the same pass, for optimal-token baselines."""
-    logits, labels = rows(4, 1500)
+    logits, labels = rows(4, 9000)
     logits[1, :700] = -INF
+    logits[:, 8500] += 9  # the maximum moves with the last block
     labels[2] = -100
     x, y = logits.to(backend.device), labels.to(backend.device)
     _, stats = pk.logprobs_from_logits(x, y, temperature=0.8, return_stats=True)
@@ -390,7 +391,7 @@ def test_misaligned_labels(backend: Backend, dtype: torch.dtype) -> None:
 
 
 def test_bad_temperature_in_a_tensor_poisons_its_row(backend: Backend) -> None:
-    logits, labels = rows(4, 300)
+    logits, labels = rows(4, 512)  # no padding, which a negative temperature would turn to +inf
     t = torch.tensor([1.0, 0.0, -1.0, NAN])
     out = run(backend, logits, labels, 1.0, 1.0, temperature=t)
     for x in out:
@@ -471,13 +472,14 @@ def test_all_rows_ignored(backend: Backend) -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_offsets_beyond_32_bits(backend: Backend, inplace: bool) -> None:
-    """Two rows 2^31 elements apart in 4 GB of memory of which only they are ever touched.
-    (The reference takes no offsets of its own.)"""
+    """Three rows, the strides of which fit 32 bits and the last offset of which does not, in 4 GB
+    of memory of which only they are ever touched. (The reference takes no offsets of its own.)"""
     if backend.name == "reference":
         pytest.skip("plain PyTorch indexing")
-    V, apart = 300, 2**31 + 8
-    far = torch.empty(apart + V, dtype=BF16, device=backend.device).as_strided((2, V), (apart, 1))
-    logits, labels = rows(2, V, BF16)
+    V, apart = 300, 2**30 + 8
+    far = torch.empty(2 * apart + V, dtype=BF16, device=backend.device)
+    far = far.as_strided((3, V), (apart, 1))
+    logits, labels = rows(3, V, BF16)
     far.copy_(logits)
     far.requires_grad_()
     logp = pk.logprobs_from_logits(far, labels.to(backend.device), inplace_backward=inplace)

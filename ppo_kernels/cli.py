@@ -43,7 +43,13 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     sentiment.add_argument("--out", type=Path, help="default runs/sentiment[-quick]-SEED")
     sentiment.add_argument("--seed", type=int, default=0)
 
-    train = commands.add_parser("train", help="PPO on your model, prompts and reward function")
+    train = commands.add_parser(
+        "train",
+        help="PPO on your model, prompts and reward function",
+        description='FILE.jsonl has a text, or an object with a text as "prompt", on each line. '
+        "FUNCTION takes one text (prompt and response together) or two (prompt, response) and "
+        "returns a number; MODULE is looked for in the current folder first.",
+    )
     train.add_argument("--model", required=True, help="a folder or a name on the hub")
     train.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl")
     train.add_argument("--reward", required=True, metavar="MODULE:FUNCTION")
@@ -79,6 +85,10 @@ def _demo(args: argparse.Namespace, rest: list[str]) -> int:
         from ppo_kernels.demo import sentiment, settings
     except ModuleNotFoundError as error:
         raise UserError(f"{error}; the demo needs `pip install 'ppo_kernels[demo]'`") from None
+    import torch
+
+    # The matrices are so small that more threads only wait for each other.
+    torch.set_num_threads(min(4, torch.get_num_threads()))
     name = f"sentiment{'-quick' if args.quick else ''}-{args.seed}"
     chosen = settings.QUICK if args.quick else settings.FULL
     sentiment.main(chosen, args.seed, args.out or Path("runs") / name)

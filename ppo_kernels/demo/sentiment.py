@@ -10,6 +10,7 @@ checkpoint.
 """
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -72,19 +73,23 @@ class Demo:
     def __init__(self, settings: Settings, seed: int, out: Path, console: Console) -> None:
         self.settings, self.seed, self.out = settings, seed, out
         self.stages = Stages(out, {"seed": seed, **asdict(settings)}, console)
-        self.split = data.load()
         self.sampling = {"max_new_tokens": settings.response_tokens}
 
     def run(self) -> None:
         """All stages, then report.md and its plots."""
         cfg, stages, seed = self.settings, self.stages, self.seed
+        began = time.perf_counter()
+        self.split = data.load()
+        train, held_out = map(len, self.split)
+        seconds = time.perf_counter() - began
+        stages.note("data", {"train": train, "held_out": held_out, "seconds": seconds})
         self.tokenizer = stages.run(
             "tokenizer", 1, self.make_tokenizer, PreTrainedTokenizerFast.from_pretrained
         )
-        n = len(self.split.train)
+        self.held_out = self.prompts(self.split.held_out)[: cfg.eval_prompts]
         self.sft = stages.run(
             "sft",
-            cfg.sft_epochs * (n // cfg.sft_batch),
+            cfg.sft_epochs * (train // cfg.sft_batch),
             lambda tick: supervised.train_language_model(
                 self.split, self.tokenizer, cfg, seed, tick
             ),
@@ -92,7 +97,7 @@ class Demo:
         )
         self.reward_model = stages.run(
             "reward",
-            cfg.reward_epochs * (n // cfg.reward_batch),
+            cfg.reward_epochs * (train // cfg.reward_batch),
             lambda tick: supervised.train_reward_model(
                 self.sft, self.split, self.tokenizer, cfg, seed, tick
             ),
@@ -169,9 +174,8 @@ class Demo:
         self, trainer: PPOTrainer, judge: SentimentIntensityAnalyzer
     ) -> tuple[dict[str, Any], list[str]]:
         """The trainer's policy on the held-out prompts, always with the same random numbers."""
-        prompts = self.prompts(self.split.held_out)[: self.settings.eval_prompts]
         return evaluate(
-            trainer, self.reward_model, judge, prompts, EVALUATION_SEED, **self.sampling
+            trainer, self.reward_model, judge, self.held_out, EVALUATION_SEED, **self.sampling
         )
 
     def compare(
@@ -184,8 +188,7 @@ class Demo:
             trainer = self.trainer(policy, 0.0, 1)
             metrics[name], texts[name] = self.evaluate(trainer, judge)
             tick(name)
-        prompts = self.prompts(self.split.held_out)[: self.settings.eval_prompts]
-        asked = [self.tokenizer.decode(q, skip_special_tokens=True) for q in prompts]
+        asked = [self.tokenizer.decode(q, skip_special_tokens=True) for q in self.held_out]
         return None, {"metrics": metrics, "prompts": asked, "texts": texts}
 
 

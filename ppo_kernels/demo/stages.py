@@ -45,17 +45,29 @@ class Stages:
         """
         folder = self.out / name
         if (folder / "info.json").exists():
-            self.infos[name] = json.loads((folder / "info.json").read_text())
-            self._show(name, cached=True)
+            self.note(name, json.loads((folder / "info.json").read_text()), "done before")
             return load(folder)
         began = time.perf_counter()
         with self._bar() as bar:
             task = bar.add_task(name, total=steps, text="")
             result, info = make(lambda text: bar.update(task, advance=1, text=text))
-        self.infos[name] = info | {"seconds": time.perf_counter() - began}
-        self._save(folder, result, self.infos[name])
-        self._show(name)
+        info = info | {"seconds": time.perf_counter() - began}
+        self._save(folder, result, info)
+        self.note(name, info)
         return result
+
+    def note(self, name: str, info: dict[str, Any], when: str | None = None) -> None:
+        """Keep what a stage says about itself, and show its time and its numbers."""
+        self.infos[name] = info
+        numbers = [
+            f"{k.replace('_', ' ')} {v:.3f}"
+            if isinstance(v, float)
+            else f"{k.replace('_', ' ')} {v}"
+            for k, v in info.items()
+            if k != "seconds" and isinstance(v, (int, float))
+        ]
+        when = when or f"{info['seconds']:.1f} s"
+        self.console.print(f"{name:<11}{when:>12}  {', '.join(numbers)}", highlight=False)
 
     def _save(self, folder: Path, result: Any, info: dict[str, Any]) -> None:
         """The folder appears at once and complete; a run killed before that repeats the stage."""
@@ -67,16 +79,6 @@ class Stages:
             result.save_pretrained(scratch)
         (scratch / "info.json").write_text(json.dumps(info, indent=2))
         os.replace(scratch, folder)
-
-    def _show(self, name: str, cached: bool = False) -> None:
-        info = self.infos[name]
-        numbers = [
-            f"{k.replace('_', ' ')} {v:.3f}" if isinstance(v, float) else f"{v} {k}"
-            for k, v in info.items()
-            if k != "seconds" and isinstance(v, (int, float))
-        ]
-        when = "done before" if cached else f"{info['seconds']:.1f} s"
-        self.console.print(f"{name:<11}{when:>12}  {', '.join(numbers)}", highlight=False)
 
     def _bar(self) -> Progress:
         return Progress(

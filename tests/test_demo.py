@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,16 @@ def reviews(n: int) -> list[data.Snippet]:
         text = f"film {i} of the year is {words[0]} and {words[1]} and rather {words[2]}."
         out.append(data.Snippet(text, float(balance)))
     return out
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Matrices of 32 columns are slower on two."""
+    before = torch.get_num_threads()
+    if "slow" not in request.keywords:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

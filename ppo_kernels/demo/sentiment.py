@@ -42,8 +42,8 @@ EVALUATION_SEED = 1
 class Reward:
     """The reward model's score, minus a penalty per token that a response is too short.
 
-    Without the penalty the policy learns to answer in ten tokens, which the reward model likes
-    and the judge does not. `latest` describes the last batch, for the log.
+    Without the penalty the policy learns to say one nice thing and stop, which the reward model
+    likes and the judge does not. `latest` describes the last batch, for the log.
     """
 
     def __init__(

@@ -10,13 +10,13 @@ class Settings:
     """Everything a run depends on, apart from its seed."""
 
     # Tokenizer and model: GPT-2's architecture.
-    vocab_size: int = 5000
+    vocab_size: int = 4000
     width: int = 128
     layers: int = 2
     heads: int = 4
     max_tokens: int = 32
     # Language model.
-    sft_epochs: int = 4
+    sft_epochs: int = 3
     sft_batch: int = 16
     sft_lr: float = 1e-3
     sft_embedding_lr: float = 1e-2
@@ -28,14 +28,14 @@ class Settings:
     # PPO.
     prompt_tokens: int = 4
     response_tokens: int = 24
-    ppo_steps: int = 120
-    no_kl_steps: int = 60
+    ppo_steps: int = 80
+    no_kl_steps: int = 40
     ppo_lr: float = 4e-4
     value_lr: float = 1e-3
-    kl_coef: float = 0.07
+    kl_coef: float = 0.085
     warmup: float = 0.1
-    short_of: int = 10
-    short_penalty: float = 0.2
+    short_of: int = 15
+    short_penalty: float = 0.15
     # Evaluation.
     eval_prompts: int = 512
     eval_every: int = 20
@@ -65,5 +65,13 @@ class Settings:
 
 FULL = Settings()
 QUICK = replace(
-    FULL, vocab_size=3000, sft_epochs=2, ppo_steps=40, no_kl_steps=30, ppo_lr=6e-4, eval_every=20
+    FULL,
+    vocab_size=3000,
+    sft_epochs=1,
+    reward_epochs=1,
+    ppo_steps=25,
+    no_kl_steps=12,
+    ppo_lr=6e-4,
+    eval_prompts=256,
+    eval_every=10,
 )

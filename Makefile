@@ -19,7 +19,8 @@ demo: $(VENV)/.installed
 	$(BIN)/ppo-kernels demo sentiment --out runs/demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -m alone tests
+	$(BIN)/python -m pytest -m "not alone" -n 2 tests
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

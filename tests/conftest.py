@@ -16,7 +16,9 @@ except ImportError:  # bench/gpu.sh runs the gpu tests on machines that lack it
 else:
     settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
     settings.load_profile("default")
-torch.set_num_threads(2)
+# Two workers on two cores: a second thread each would only wait for the other worker's.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+torch.set_num_threads(THREADS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _threads(request: pytest.FixtureRequest) -> None:
     """On tiny models a second thread is slower, many times so when its core is busy."""
-    torch.set_num_threads(1 if "tiny" in vars(request.module) else 2)
+    torch.set_num_threads(1 if "tiny" in vars(request.module) else THREADS)
 
 
 @pytest.fixture(autouse=True)

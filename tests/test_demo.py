@@ -52,7 +52,7 @@ def reviews(n: int) -> list[data.Snippet]:
 def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """Matrices of 32 columns are slower on two."""
     before = torch.get_num_threads()
-    if "slow" not in request.keywords:
+    if "alone" not in request.keywords:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
@@ -201,7 +201,7 @@ def check_outputs(out: Path, settings: Any) -> None:
     assert list((out / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_quick_demo_on_the_real_reviews(tmp_path: Path) -> None:
     """What `ppo-kernels demo sentiment --quick` does, with the gains that it should show."""
     sentiment.main(QUICK, 0, tmp_path)

@@ -25,7 +25,7 @@ TYPES = {
     "std::string": "str",
     "std::string_view": "str",
 }
-BOXED = re.compile(r'm\.impl\("(\w+)",\s*TORCH_BOX\(&(\w+)\)\)')
+BOXED = re.compile(r'm\.impl\("(\w+)",\s*TORCH_BOX\(&(?:ppo::)?(\w+)\)\)')
 
 
 def boxed() -> list[tuple[str, str, str]]:

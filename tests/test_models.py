@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -788,7 +789,10 @@ def fsdp_worker(rank: int, file: str, ids: Tensor, wanted: dict[bool, dict[str, 
         fsdp_loss(model, ids[rank : rank + 1]).backward()
         got = {k: p.grad.full_tensor() for k, p in model.named_parameters()}
         torch.testing.assert_close(got, wanted[tied], **FP32)
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    # The mesh's gloo threads may outlive the interpreter's teardown, which then calls terminate().
+    os._exit(0)
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ def worker(rank: int, folder: str) -> None:
         out |= {f"{s} {m}": run(s, rank, m) for s in ("uneven",) for m in MODES[1:]}
         out["decisions"] = decisions(rank)
         torch.save(out, f"{folder}/{rank}.pt")
+        dist.barrier()
     except BaseException:
         traceback.print_exc(file=sys.stderr)
         raise

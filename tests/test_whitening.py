@@ -109,6 +109,7 @@ def _rank(rank: int, folder: str, queue: mp.Queue) -> None:
     out = pk.masked_whiten(x, mask, stats=stats, group=torch.distributed.group.WORLD)
     assert given is None or torch.equal(stats, given), "the caller's stats changed"
     queue.put((rank, out.numpy()))
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 

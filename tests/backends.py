@@ -3,8 +3,9 @@
 Without a GPU the Triton kernels run in the interpreter, on CPU tensors; with one, on it.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,6 +28,18 @@ class Backend(NamedTuple):
     @property
     def has_fp64(self) -> bool:
         return self.name != "triton"
+
+
+NAMES = ("reference", "cpu", "triton")
+
+
+def cases(fits: Callable[..., bool], *axes: Iterable[Any]) -> list[tuple]:
+    """(backend name, *values) of every combination for which fits(Backend, *values)."""
+    return [
+        (name, *values)
+        for name, *values in itertools.product(NAMES, *axes)
+        if fits(Backend(name, "cpu"), *values)
+    ]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, name: str, kernels: dict[str, tuple]) -> Backend:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tolerances as tol
 import torch
-from backends import INTERPRETED, Backend, logprob_kernels, use
+from backends import INTERPRETED, NAMES, Backend, cases, logprob_kernels, use
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +24,7 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 ORACLES = np.load(Path(__file__).parent / "data" / "logprobs.npz")
 
 
-@pytest.fixture(params=["reference", "cpu", "triton"])
+@pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """Every log-prob op on one backend."""
     return use(monkeypatch, request.param, logprob_kernels())
@@ -101,22 +101,31 @@ TRANSFORMS = {
 
 # V = 1 and 7: less than a vector. 300: verl#2899 (V % 1024 != 0 let padding into the sum, +123).
 # 1024: whole vectors and blocks. 9000: a second block of columns in Triton.
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64])
-@pytest.mark.parametrize("V", [1, 7, 300, 1024, 9000])
+# fp64 is for the CPU. In the interpreter, which is slow, "all" stands for its two parts at 9000.
+def _fits(backend: Backend, V: int, dtype: torch.dtype, transform: str) -> bool:
+    part = V == 9000 and transform in ("scaled", "capped")
+    return (backend.has_fp64 or dtype != FP64) and not (backend.name == "triton" and part)
+
+
+@pytest.mark.parametrize(
+    ("backend", "V", "dtype", "transform"),
+    cases(_fits, [1, 7, 300, 1024, 9000], [FP32, BF16, FP16, FP64], TRANSFORMS),
+    indirect=["backend"],
+)
 def test_against_fp64(backend: Backend, V: int, dtype: torch.dtype, transform: str) -> None:
-    if dtype == FP64 and not backend.has_fp64:
-        pytest.skip("fp64 is for the CPU")
-    if backend.name == "triton" and V == 9000 and transform in ("scaled", "capped"):
-        pytest.skip("the interpreter is slow; 'all' covers both")
     check(backend, *rows(3, V, dtype), **TRANSFORMS[transform])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("V", [32000, 50257, 128256, 151936, 262144])
+@pytest.mark.parametrize(
+    ("backend", "V", "dtype"),
+    cases(
+        lambda backend, V, _: backend.max_V >= V,
+        [32000, 50257, 128256, 151936, 262144],
+        [FP32, BF16],
+    ),
+    indirect=["backend"],
+)
 def test_large_vocabularies(backend: Backend, V: int, dtype: torch.dtype) -> None:
-    if backend.max_V < V:
-        pytest.skip("too slow in the interpreter")
     check(backend, *rows(2, V, dtype))
 
 
@@ -205,14 +214,19 @@ def oracle_logits(name: str) -> Tensor:
     return torch.from_numpy(x).to(FP64 if name.endswith("_64") else FP32)
 
 
-@pytest.mark.parametrize("name", oracle_names())
+def _oracle_fits(backend: Backend, name: str) -> bool:
+    logits = oracle_logits(name)
+    return logits.shape[-1] <= backend.max_V and (backend.has_fp64 or logits.dtype != FP64)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), cases(_oracle_fits, oracle_names()), indirect=["backend"]
+)
 def test_oracles(backend: Backend, name: str) -> None:
     """verl 0.9.1, TRL 0.11.4 and 1.16.0 (also its Triton kernel), OpenRLHF 0.11.2; where a
     project rounds or breaks, the fp64 value of the same inputs ("right.*") takes its place."""
     stored = {k.split("/")[1]: ORACLES[k] for k in ORACLES.files if k.startswith(name + "/")}
     logits = oracle_logits(name)
-    if logits.shape[-1] > backend.max_V or (logits.dtype == FP64 and not backend.has_fp64):
-        pytest.skip("too slow in the interpreter, or fp64")
     labels = torch.from_numpy(stored["in.target"])
     if "row_mask" in stored:  # TRL's masked rows are our ignored ones
         labels = labels.masked_fill(~torch.from_numpy(stored["row_mask"]), -100)
@@ -470,12 +484,14 @@ def test_all_rows_ignored(backend: Backend) -> None:
     assert (logp == 0).all() and (grad == 0).all()
 
 
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "inplace"),
+    cases(lambda backend, _: backend.name != "reference", [False, True]),
+    indirect=["backend"],
+)
 def test_offsets_beyond_32_bits(backend: Backend, inplace: bool) -> None:
     """Three rows, the strides of which fit 32 bits and the last offset of which does not, in 4 GB
     of memory of which only they are ever touched. (The reference takes no offsets of its own.)"""
-    if backend.name == "reference":
-        pytest.skip("plain PyTorch indexing")
     V, apart = 300, 2**30 + 8
     far = torch.empty(2 * apart + V, dtype=BF16, device=backend.device)
     far = far.as_strided((3, V), (apart, 1))

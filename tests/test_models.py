@@ -163,11 +163,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hyperclovax": ("hyperclovax", LLAMA | {"logits_scaling": 1.7}),
 }
 
+# Both supported lines of transformers have all of these but the newest.
+KNOWN = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+FAMILIES = {k: v for k, v in FAMILIES.items() if v[0] != "hyperclovax" or v[0] in KNOWN}
+
 
 def build(model_type: str, fields: dict[str, Any]) -> nn.Module:
     """A model from a random configuration, every parameter and buffer of the head random."""
-    if model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     fields = copy.deepcopy(fields)
     config = transformers.AutoConfig.for_model(model_type, **fields)
     seq2seq = config.is_encoder_decoder

@@ -62,9 +62,10 @@ def loss_inputs(x: dict) -> tuple[tuple, dict]:
 
 
 def expected_loss(x: dict, tokens: tuple, options: dict, **head: Any) -> Any:
-    labels = torch.where(tokens[2], x["labels"], -100)
+    counts = tokens[2] & (x["labels"] != -100)  # an ignored label is no token of the loss
+    labels = torch.where(counts, x["labels"], -100)
     logp, entropy = by_logits(x, labels, **head)
-    return pk.ppo_loss(logp, *tokens, entropy=entropy, **options)
+    return pk.ppo_loss(logp, *tokens[:2], counts, entropy=entropy, **options)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,6 +128,17 @@ def test_ppo_loss_equals_the_logits_path(chunk: int | None, compact: bool) -> No
         found = torch.autograd.grad(got.loss * factor, inputs, retain_graph=keep)
         wanted = torch.autograd.grad(expected.loss * factor, exact_inputs, retain_graph=True)
         close(found, wanted)
+
+
+def test_an_ignored_label_counts_as_little_as_from_logits() -> None:
+    x = problem()
+    (old, advantages, _), _ = loss_inputs(x)
+    assert (x["labels"] == -100).any()
+    got = pk.ppo_loss_from_hidden(x["hidden"], x["weight"], x["labels"], old, advantages)
+    logits = x["hidden"].detach() @ x["weight"].detach().T
+    want = pk.ppo_loss_from_logits(logits, x["labels"], old, advantages)
+    assert got.stats.n == (x["labels"] != -100).sum()
+    close([got.loss, got.stats.tensor], [want.loss, want.stats.tensor])
 
 
 def test_rows_without_gradient_leave_the_gemms() -> None:

@@ -31,6 +31,7 @@ from ppo_kernels.ops.loss import (
     check_options,
     loss_terms,
     ppo_loss,
+    trained,
 )
 
 # The logits that exist at a time, where chunk_tokens does not say: with the copies of some of their
@@ -705,10 +706,11 @@ def ppo_loss_from_hidden(
     unknown = [name for name in options if name not in _LOSS_OPTIONS]
     if unknown:
         raise TypeError(f"ppo_loss_from_hidden got an unexpected keyword {unknown[0]!r}")
+    labels, mask = trained(labels, mask)
     args = _problem(
         hidden,
         weight,
-        _trained(labels, mask),
+        labels,
         bias,
         temperature,
         logit_scale,
@@ -738,15 +740,6 @@ def ppo_loss_from_hidden(
 
 
 _LOSS_OPTIONS = {k: v for k, v in ppo_loss.__kwdefaults__.items() if k != "entropy"}
-
-
-def _trained(labels: Tensor, mask: Tensor | None) -> Tensor:
-    """Masked tokens become ignored ones."""
-    if mask is None:
-        return labels
-    _checks.tensor("labels", labels, _checks.INDICES)
-    _checks.like("mask", mask, labels, "labels", None)
-    return torch.where(mask != 0, labels, torch.full_like(labels, -100))
 
 
 def _problem(

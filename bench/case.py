@@ -28,6 +28,7 @@ class Contestant:
     workspace: float = 0.0  # bytes above the inputs that a call is expected to need
     overwrites: str | None = None  # the input that a call destroys
     compiles: bool = False  # the first call at a new shape compiles: it is no sample
+    prepare: Function = dict  # the inputs in the layout that its users have them in: not timed
 
 
 @dataclass
@@ -44,8 +45,7 @@ class Case:
     bytes: float = 0.0  # the least that has to be moved; 0 for a case bound by arithmetic
     flops: float = 0.0  # the least arithmetic
     required: float = 0.0  # bytes of the gradients asked for: not counted as extra memory
-    rows: Tensor | None = None  # compare these rows only
-    masked_by: str | None = None  # compare where this input is True only
+    part: Callable[[Tensors, Tensor], Tensor] = lambda x, out: out  # of an output that is compared
     headline: bool = False  # goes into the README
     sweep: tuple[str, int] | None = None  # (what varies, its value): a point of a scaling plot
     single: bool = False  # too large for more than one timed call
@@ -68,16 +68,12 @@ def error_against(case: Case, inputs: Tensors, outputs: Tensors, want: Tensors) 
         raise ValueError(f"no output is named {', '.join(want)}")
     worst = 0.0
     for name in shared:
-        expected, got = want[name], outputs[name]
-        if case.rows is not None:
-            got = got[case.rows.to(got.device)]
+        expected = want[name]
+        got = case.part(inputs, outputs[name])
         if got.shape != expected.shape:
             raise ValueError(f"{name} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
-        difference = (got.double() - expected).abs()
-        if case.masked_by is not None:
-            valid = inputs[case.masked_by]
-            difference, expected = difference[valid], expected[valid]
-        error = (difference.max() / expected.abs().max().clamp(min=1e-30)).item()
+        difference = (got.double() - expected).abs().max()
+        error = (difference / expected.abs().max().clamp(min=1e-30)).item()
         # NaN compares false with everything: it must not pass as the smaller number.
         worst = max(worst, error if error == error else float("inf"))
     return worst

@@ -28,8 +28,8 @@ def status_bytes(field: str) -> int:
 def peak_bytes(case: Case, contestant: Contestant, device: torch.device) -> int:
     """The peak above the inputs of one call after a small one that loads code and threads."""
     function = contestant.load()
-    function(case.make(0, True))
-    inputs = case.make(1, False)
+    function(contestant.prepare(case.make(0, True)))
+    inputs = contestant.prepare(case.make(1, False))
     if contestant.compiles:
         function(inputs)
     gc.collect()

@@ -12,6 +12,7 @@ PufferLib, quack-kernels and flash-attn are used where they are installed; rl-tr
 import importlib
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,9 +124,12 @@ ENTROPY: dict[str, Loader] = {
 def _verl_gae(device: torch.device) -> Callable[..., dict[str, Tensor]]:
     from verl.trainer.ppo.core_algos import compute_gae_advantage_return
 
-    def run(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> dict[str, Tensor]:
+    def run(
+        r: Tensor, v: Tensor, mask: Tensor | None, gamma: float, lam: float
+    ) -> dict[str, Tensor]:
         # Its advantages come whitened, so that only the returns can be compared.
-        return {"returns": compute_gae_advantage_return(r, v, mask.float(), gamma, lam)[1]}
+        mask = torch.ones_like(v) if mask is None else mask.float()
+        return {"returns": compute_gae_advantage_return(r, v, mask, gamma, lam)[1]}
 
     return run
 
@@ -133,41 +137,66 @@ def _verl_gae(device: torch.device) -> Callable[..., dict[str, Tensor]]:
 def _torchrl_gae(device: torch.device) -> Callable[..., dict[str, Tensor]]:
     from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 
-    def run(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> dict[str, Tensor]:
-        # It knows no mask: the valid tokens are moved to the left, each row ends in `done`.
-        order = torch.argsort(~mask, dim=1, stable=True)
-        valid = mask.gather(1, order)
-        r, v = (torch.where(valid, x.gather(1, order), 0).unsqueeze(-1) for x in (r, v))
+    def run(
+        r: Tensor, v: Tensor, mask: Tensor | None, gamma: float, lam: float
+    ) -> dict[str, Tensor]:
+        done = torch.zeros_like(v, dtype=torch.bool)
+        if mask is None:
+            done[:, -1] = True
+        else:
+            # It knows no mask: the valid tokens are moved to the left, each row ends in `done`.
+            order = torch.argsort(~mask, dim=1, stable=True)
+            valid = mask.gather(1, order)
+            r, v = (torch.where(valid, x.gather(1, order), 0) for x in (r, v))
+            done.scatter_(1, mask.sum(1, keepdim=True).sub(1).clamp(min=0), True)
         following = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
-        last = torch.arange(v.shape[1], device=v.device) == valid.sum(1, keepdim=True) - 1
-        a, ret = vec_generalized_advantage_estimate(
-            gamma, lam, v, following, r, last.unsqueeze(-1), time_dim=-2
-        )
-        back = torch.argsort(order, dim=1)
-        return {"advantages": a[..., 0].gather(1, back), "returns": ret[..., 0].gather(1, back)}
+        columns = (x.unsqueeze(-1) for x in (v, following, r, done))
+        found = vec_generalized_advantage_estimate(gamma, lam, *columns, time_dim=-2)
+        found = [x[..., 0] for x in found]
+        if mask is not None:
+            back = torch.argsort(order, dim=1)
+            found = [x.gather(1, back) for x in found]
+        return dict(zip(("advantages", "returns"), found))
 
     return run
 
 
-def _pufferlib_gae(device: torch.device) -> Callable[..., dict[str, Tensor]]:
-    import pufferlib._C  # noqa: F401  (registers torch.ops.pufferlib)
+GAE: dict[str, Loader] = {"verl": _verl_gae, "torchrl": _torchrl_gae}
 
-    def run(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> dict[str, Tensor]:
-        # Its reward at t+1 belongs to the step from t, and it stops one short of the end.
-        column = v.new_zeros(v.shape[0], 1)
-        values, rewards = torch.cat([v, column], 1), torch.cat([column, r], 1)
-        dones, ratio = torch.zeros_like(values), torch.ones_like(values)
-        advantages = torch.zeros_like(values)
+
+def pufferlib_gae(device: torch.device, gamma: float, lam: float) -> Callable[..., Any]:
+    """Built from the sources that its wheel carries: the binary beside them fits one torch only."""
+    package = importlib.util.find_spec("pufferlib")
+    if package is None:
+        raise ImportError("No module named 'pufferlib'")
+    from torch.utils import cpp_extension
+
+    folder = Path(next(iter(package.submodule_search_locations))) / "extensions"
+    files = ["pufferlib.cpp"] + (["cuda/advantage.cu"] if device.type == "cuda" else [])
+    cpp_extension.load(
+        "pufferlib_advantage",
+        [str(folder / f) for f in files],
+        extra_cflags=["-O3"],
+        extra_cuda_cflags=["-O3"],
+        is_python_module=False,
+    )
+
+    def run(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        advantages = torch.zeros_like(x["values"])
         torch.ops.pufferlib.compute_puff_advantage(
-            values, rewards, dones, ratio, advantages, gamma, lam, 1.0, 1.0
+            x["values"], x["rewards"], x["dones"], x["ratio"], advantages, gamma, lam, 1.0, 1.0
         )
         return {"advantages": advantages[:, :-1]}
 
     return run
 
 
-GAE: dict[str, Loader] = {"verl": _verl_gae, "torchrl": _torchrl_gae, "pufferlib": _pufferlib_gae}
-GAE_WITH_MASK = ("verl", "torchrl")
+def pufferlib_layout(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Its buffers: the reward at t+1 belongs to the step from t, a last column is no step."""
+    values = torch.nn.functional.pad(x["values"], (0, 1))
+    rewards = torch.nn.functional.pad(x["rewards"], (1, 0))
+    dones, ratio = torch.zeros_like(values), torch.ones_like(values)
+    return {"values": values, "rewards": rewards, "dones": dones, "ratio": ratio}
 
 
 # ---------------------------------------- inputs of bench.cases.loss -> the whole loss, a scalar

@@ -89,7 +89,7 @@ def _checked(
             continue
         try:
             function = contestant.load()
-            mine = dict(inputs)
+            mine = contestant.prepare(inputs)
             if contestant.overwrites and not case.single:
                 mine[contestant.overwrites] = inputs[contestant.overwrites].clone()
             error = error_against(case, inputs, function(mine), want)
@@ -130,7 +130,8 @@ def _time(
             continue
         report(f"{case.key}: warming up {name}")
         overwrites = None if case.single else contestant.overwrites
-        watch = timing.Stopwatch(functions[name], ring, overwrites, device)
+        inputs = [contestant.prepare(x) for x in ring]
+        watch = timing.Stopwatch(functions[name], inputs, overwrites, device)
         try:
             if contestant.compiles:
                 watch.sample()

@@ -101,13 +101,11 @@ def test_an_in_place_contestant_gets_fresh_inputs_for_each_call():
     assert set(seen) == {1.0, 2.0}  # seed 0 for the check, seed 1 ever after
 
 
-def test_only_valid_positions_and_chosen_rows_are_compared():
+def test_only_the_part_that_the_answer_covers_is_compared():
     x = {"m": torch.tensor([True, False, True])}
-    out, want = {"y": torch.tensor([1.0, 9.0, 2.0])}, {"y": torch.tensor([1.0, 0.0, 2.0]).double()}
-    assert error_against(_case(masked_by="m"), x, out, want) == 0
-    assert error_against(_case(), x, out, want) > 1
-    chosen = {"y": want["y"][[2]]}
-    assert error_against(_case(rows=torch.tensor([2])), x, out, chosen) == 0
+    out, want = {"y": torch.tensor([1.0, 9.0, 2.0])}, {"y": torch.tensor([1.0, 2.0]).double()}
+    assert error_against(_case(part=lambda x, out: out[x["m"]]), x, out, want) == 0
+    assert error_against(_case(part=lambda x, out: out[:2]), x, out, want) > 1
 
 
 def test_the_ratio_says_when_the_spread_is_wider_than_the_difference():
@@ -138,7 +136,8 @@ def test_the_large_case_needs_64_bit_offsets():
     (large,) = cases.build(["logprobs"], CPU, "large")
     N, V = (int(n) for n in re.match(r"N=(\d+) V=(\d+)", large.name).groups())
     assert N * V > 2**31
-    assert large.rows.max() == N - 1
+    rows = large.part({}, torch.arange(N))
+    assert (rows[0], rows[-1]) == (0, N - 1)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,11 @@ LONGEST_LOOP = 8192
 
 
 def make(B: int, T: int, dtype: str, masked: bool, device: torch.device, seed: int) -> Tensors:
-    """Ragged rows with holes where tools answered, or every token valid."""
+    """Ragged rows with holes where tools answered; without a mask every token is valid."""
     g = torch.Generator().manual_seed(seed)
     names = ("rewards", "values", "logprobs", "ref_logprobs")
     x = {n: torch.randn(B, T, generator=g).to(DTYPES[dtype]) for n in names}
     x["scores"] = torch.randn(B, generator=g)
-    x["mask"] = torch.ones(B, T, dtype=torch.bool)
     if masked:
         lengths = torch.randint(T // 2, T + 1, (B, 1), generator=g)
         hole = torch.rand(B, (T + 63) // 64, generator=g).repeat_interleave(64, 1)[:, :T] < 0.15
@@ -31,26 +30,31 @@ def make(B: int, T: int, dtype: str, masked: bool, device: torch.device, seed: i
     return {n: t.to(device) for n, t in x.items()}
 
 
-def loop(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensors:
+def loop(r: Tensor, v: Tensor, mask: Tensor | None, gamma: float, lam: float) -> Tensors:
     """As people write it: one step per token, masked tokens carried over by multiplication."""
     r, v = upcast(r), upcast(v)
-    m = mask.to(v.dtype)
+    m = None if mask is None else mask.to(v.dtype)
     following = running = torch.zeros_like(v[:, 0])
     steps = []
     for t in reversed(range(v.shape[1])):
         step = r[:, t] + gamma * following - v[:, t] + gamma * lam * running
-        following = v[:, t] * m[:, t] + (1 - m[:, t]) * following
-        running = step * m[:, t] + (1 - m[:, t]) * running
+        if m is None:
+            following, running = v[:, t], step
+        else:
+            following = v[:, t] * m[:, t] + (1 - m[:, t]) * following
+            running = step * m[:, t] + (1 - m[:, t]) * running
         steps.append(running)
     advantages = torch.stack(steps[::-1], dim=1)
     return {"advantages": advantages, "returns": advantages + v}
 
 
-def doubling(r: Tensor, v: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensors:
+def doubling(r: Tensor, v: Tensor, mask: Tensor | None, gamma: float, lam: float) -> Tensors:
     """What torch.compile can digest: the affine maps of the recurrence combined in log2 T steps."""
     r, v = upcast(r), upcast(v)
-    a = torch.where(mask, gamma * lam, 1.0)
-    b = torch.where(mask, gamma * ((1 - lam) * v + lam * r), 0.0)
+    a = torch.full_like(v, gamma * lam)
+    b = gamma * ((1 - lam) * v + lam * r)
+    if mask is not None:
+        a, b = torch.where(mask, a, 1.0), torch.where(mask, b, 0.0)
     distance = 1
     while distance < v.shape[1]:
         a_right = pad(a[:, distance:], (0, distance), value=1.0)
@@ -74,7 +78,7 @@ def shape_rewards(x: Tensors) -> Tensor:
 
 
 def ours(x: Tensors) -> Tensors:
-    return ppo.gae(x["rewards"], x["values"], x["mask"], gamma=GAMMA, lam=LAM)._asdict()
+    return ppo.gae(x["rewards"], x["values"], x.get("mask"), gamma=GAMMA, lam=LAM)._asdict()
 
 
 def ours_fused(x: Tensors) -> Tensors:
@@ -89,7 +93,11 @@ def ours_separate(x: Tensors) -> Tensors:
 
 
 def plain(function: Function) -> Function:
-    return lambda x: function(x["rewards"], x["values"], x["mask"], GAMMA, LAM)
+    return lambda x: function(x["rewards"], x["values"], x.get("mask"), GAMMA, LAM)
+
+
+def peer(load: peers.Loader, device: torch.device) -> Function:
+    return plain(load(device))
 
 
 def contestants(B: int, T: int, kind: str, device: torch.device) -> list[Contestant]:
@@ -98,9 +106,10 @@ def contestants(B: int, T: int, kind: str, device: torch.device) -> list[Contest
         first, eager, _ = usual(ours_fused, shaped(plain(loop)), lambda f: f, 0.0)
         return [first, separate, eager]
     found = usual(ours, plain(loop), lambda f: f, 32.0 * B * T, to_compile=plain(doubling))
-    for name, load in peers.GAE.items():
-        if kind == "unmasked" or name in peers.GAE_WITH_MASK:
-            found.append(Contestant(name, lambda f=load: plain(f(device))))
+    found += [Contestant(n, partial(peer, load, device)) for n, load in peers.GAE.items()]
+    if kind == "unmasked":
+        load = partial(peers.pufferlib_gae, device, GAMMA, LAM)
+        found.append(Contestant("pufferlib", load, prepare=peers.pufferlib_layout))
     if T > LONGEST_LOOP:
         loops = ("verl",) if B == 1 and device.type == "cpu" else ("verl", "eager")
         found = [c for c in found if c.name not in loops]
@@ -109,19 +118,27 @@ def contestants(B: int, T: int, kind: str, device: torch.device) -> list[Contest
 
 def case(B: int, T: int, dtype: str, kind: str, device: torch.device, **flags: object) -> Case:
     """kind: "masked", "unmasked" or "shaped" (masked, with the KL shaping inside)."""
-    size = {"fp32": 4, "bf16": 2}[dtype]
-    exact = plain(doubling)
+    exact, masked = plain(doubling), kind != "unmasked"
+    read = DTYPES[dtype].itemsize * (3 if kind == "shaped" else 2) + masked
+
+    def valid(x: Tensors, out: Tensor) -> Tensor:
+        return out[x["mask"]] if masked else out
+
+    def answer(x: Tensors) -> Tensors:
+        found = in_fp64(shaped(exact) if kind == "shaped" else exact)(x)
+        return {n: valid(x, t) for n, t in found.items()}
+
     return Case(
         op="gae",
         name=f"B={B} T={T} {KINDS[kind]}",
         dtype=dtype,
-        make=lambda seed, check: make(B, T, dtype, kind != "unmasked", device, seed),
-        expected=in_fp64(shaped(exact) if kind == "shaped" else exact),
+        make=lambda seed, check: make(B, T, dtype, masked, device, seed),
+        expected=answer,
         contestants=contestants(B, T, kind, device),
-        input_bytes=B * T * (4 * size + 1),
-        bytes=B * T * ((3 if kind == "shaped" else 2) * size + 1 + 8),
+        part=valid,
+        input_bytes=B * T * (4 * DTYPES[dtype].itemsize + masked),
+        bytes=B * T * (read + 8),
         required=B * T * 8,
-        masked_by="mask",
         **flags,
     )
 

@@ -1,6 +1,7 @@
 """logprobs_from_hidden and ppo_loss_from_hidden against logits, Liger, cut-cross-entropy, verl."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,12 +101,12 @@ def contestants(N: int, V: int, backward: bool, device: torch.device) -> list[Co
     logits = N * V * 4.0 * (4 if backward else 2)
     if backward:
         found = usual(ours_loss, eager_loss, timed_loss, logits)
-        found.append(Contestant("liger chunked loss", lambda: liger_loss(device), 2.0**29))
+        found.append(Contestant("liger chunked loss", partial(liger_loss, device), 2.0**29))
     else:
         found = usual(ours_logprobs, eager_logprobs, lambda f: f, logits)
     for name, load in peers.HIDDEN.items():
         whole = name == "cce" and device.type == "cpu"  # its CPU path compiles, holding the logits
-        run = lambda f=load: peer(f, device, backward)  # noqa: E731
+        run = partial(peer, load, device, backward)
         found.append(Contestant(name, run, logits if whole else 2.0**30, compiles=whole))
     return found
 
@@ -121,7 +122,7 @@ def case(
     only: tuple[str, ...] | None = None,
     **flags: object,
 ) -> Case:
-    size = {"fp32": 4, "bf16": 2}[dtype]
+    inputs = float((N + V) * H * DTYPES[dtype].itemsize)
     what = "PPO loss, forward+backward" if backward else "logprobs, forward"
     found = contestants(N, V, backward, device)
     if masked:
@@ -135,22 +136,28 @@ def case(
         ),
         expected=in_fp64(timed_loss(eager_loss) if backward else eager_logprobs),
         contestants=[c for c in found if only is None or c.name in only],
-        input_bytes=float((N + V) * H * size),
+        input_bytes=inputs,
         flops=(6.0 if backward else 2.0) * N * H * V * (1 - masked),
-        required=float((N + V) * H * size) if backward else 0.0,
+        required=inputs if backward else 0.0,
         **flags,
     )
 
 
 def sweep(device: torch.device) -> list[Case]:
-    """Peak memory over N x V. On a CPU H is small, or it would take hours; above the inputs and
-    gradients memory hardly depends on H."""
-    H, dtype = (1024, "bf16") if device.type == "cuda" else (16, "fp32")
-    pair = {"only": ("ours", "eager"), "memory_only": True}
-    return [
-        case(N, H, V, dtype, device, sweep=(f"N at V={V}", N), **pair)
-        for V in (32768, 131072, 262144)
-        for N in (2048, 8192, 32768)
+    """Against N at fixed V and against V at fixed N; then peak memory alone over N x V. For that
+    H is small on a CPU, or it would take hours: memory above inputs and gradients hardly depends
+    on H."""
+    big = device.type == "cuda"
+    H, dtype, N, V = (4096, "bf16", 4096, 131072) if big else (128, "fp32", 1024, 32768)
+    points = [(n, V, ("N", n)) for n in (N // 4, N, 4 * N)]
+    points += [(N, v, ("V", v)) for v in (V // 4, V, 4 * V)]
+    found = ("ours", "eager", "liger chunked loss")
+    swept = [case(n, H, v, dtype, device, only=found, sweep=at) for n, v, at in points]
+    options = {"only": ("ours", "eager"), "memory_only": True}
+    return swept + [
+        case(n, 1024 if big else 16, v, dtype, device, sweep=(f"N at V={v}", n), **options)
+        for v in (32768, 131072, 262144)
+        for n in (2048, 8192, 32768)
     ]
 
 

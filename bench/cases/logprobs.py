@@ -1,6 +1,7 @@
 """logprobs_from_logits against log_softmax as people write it, compiled, and other projects."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def named(function: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Function:
 
 
 def case(N: int, V: int, dtype: str, mode: str, device: torch.device, **flags: object) -> Case:
-    size = {"fp32": 4, "bf16": 2}[dtype]
+    size = N * V * float(DTYPES[dtype].itemsize)
     entropy, backward = mode.startswith("entropy"), mode != "forward"
     overwrites = "logits" if mode.endswith("in place") else None
     half = min(DISTINCT_ROWS, N) // 2
@@ -74,6 +75,9 @@ def case(N: int, V: int, dtype: str, mode: str, device: torch.device, **flags: o
         options = {"return_entropy": entropy, "inplace_backward": overwrites is not None}
         return named(lambda *t: ppo.logprobs_from_logits(*t, **options))(x)
 
+    def peer(load: peers.Loader) -> Function:
+        return timed(named(load(device)))
+
     plain = named(eager_entropy if entropy else eager)
     copies = (4 if backward else 2) * N * V * 4.0
     found = usual(ours, plain, timed, copies, overwrites)
@@ -81,8 +85,7 @@ def case(N: int, V: int, dtype: str, mode: str, device: torch.device, **flags: o
         # Out of place and in place are two cases: each peer runs in the one that it is made for.
         at = "logits" if backward and name in peers.OVERWRITES_LOGITS else None
         if entropy or at == overwrites:
-            run = lambda f=load: timed(named(f(device)))  # noqa: E731
-            found.append(Contestant(name, run, copies, at))
+            found.append(Contestant(name, partial(peer, load), copies, at))
     return Case(
         op="logprobs",
         name=f"N={N} V={V} {mode}",
@@ -90,10 +93,10 @@ def case(N: int, V: int, dtype: str, mode: str, device: torch.device, **flags: o
         make=lambda seed, check: make(N, V, dtype, device, seed),
         expected=lambda x: in_fp64(timed(plain))({n: t[rows] for n, t in x.items()}),
         contestants=found,
-        input_bytes=float(N * V * size),
-        bytes=float(N * V * size) * (3 if backward else 1),
-        required=float(N * V * size) if mode == "forward+backward" else 0.0,
-        rows=rows,
+        part=lambda x, out: out[rows.to(out.device)],
+        input_bytes=size,
+        bytes=size * (3 if backward else 1),
+        required=size if mode == "forward+backward" else 0.0,
         **flags,
     )
 

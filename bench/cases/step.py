@@ -1,4 +1,9 @@
-"""One whole PPO update of a small Hugging Face model with a large vocabulary: ours and eager."""
+"""One PPO update of a small Hugging Face model with a large vocabulary: ours and eager.
+
+From the sampled tokens to the gradients of the last epoch: old, reference and new log-probs,
+rewards, advantages, whitening, loss, backward. The optimizer's step is the same code for both and
+is left out.
+"""
 
 import copy
 from dataclasses import dataclass
@@ -9,8 +14,10 @@ from torch import Tensor, nn
 
 import ppo_kernels as ppo
 from bench.case import DTYPES, Case, Contestant, Tensors
+from bench.cases import logprobs
 from bench.cases.gae import loop
 from ppo_kernels import models
+from ppo_kernels.reference import upcast
 
 GAMMA, LAM, KL_COEF, EPOCHS = 1.0, 0.95, 0.05, 2
 COEFS = {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
@@ -49,18 +56,22 @@ def agent(H: int, layers: int, V: int, dtype: str, device: torch.device) -> Agen
     return Agent(policy, reference, nn.Linear(H, 1).to(device, DTYPES[dtype]))
 
 
-def make(B: int, prompt: int, response: int, V: int, device: torch.device, seed: int) -> Tensors:
-    """Tokens, and which of the shifted positions are actions: ragged responses, right-padded."""
+def make(B: int, prompt: int, length: int, V: int, device: torch.device, seed: int) -> Tensors:
+    """Tokens, and which tokens of the responses are actions: ragged, padded on the right."""
     g = torch.Generator().manual_seed(seed)
-    T = prompt + response
-    lengths = torch.randint(response // 2, response + 1, (B, 1), generator=g)
-    at = torch.arange(1, T).expand(B, -1)
+    lengths = torch.randint(length // 2, length + 1, (B, 1), generator=g)
     x = {
-        "input_ids": torch.randint(V, (B, T), generator=g),
-        "mask": (at >= prompt) & (at < prompt + lengths),
+        "input_ids": torch.randint(V, (B, prompt + length), generator=g),
+        "mask": torch.arange(length) < lengths,
         "scores": torch.randn(B, generator=g),
     }
     return {n: t.to(device) for n, t in x.items()}
+
+
+def response(x: Tensors) -> tuple[Tensor, slice]:
+    """The response's tokens [B, R], and the positions that predict them."""
+    R = x["mask"].shape[1]
+    return x["input_ids"][:, -R:], slice(-R - 1, -1)
 
 
 def whitened(x: Tensor, m: Tensor) -> Tensor:
@@ -71,29 +82,30 @@ def whitened(x: Tensor, m: Tensor) -> Tensor:
 
 
 def eager_step(x: Tensors, a: Agent) -> Tensors:
-    """The step as trainers write it: full logits from each model, log_softmax, a loop for GAE."""
-    ids, m = x["input_ids"], x["mask"].to(x["scores"].dtype)
+    """The step as trainers write it: the model's logits, log_softmax, a loop for GAE."""
+    m = x["mask"].to(x["scores"].dtype)
+    labels, at = response(x)
 
-    def logprobs_and_values(model: nn.Module, values: bool) -> tuple[Tensor, Tensor | None]:
-        out = model(input_ids=ids, output_hidden_states=values, use_cache=False)
-        logits = out.logits[:, :-1]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logp = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-        if not values:
-            return logp, None
-        return logp, a.value(out.hidden_states[-1][:, :-1]).squeeze(-1).to(logp.dtype)
+    def logprobs_and_hidden(model: nn.Module) -> tuple[Tensor, Tensor]:
+        out = model(input_ids=x["input_ids"], output_hidden_states=True, use_cache=False)
+        logp = logprobs.eager(out.logits[:, at], labels)
+        return logp, out.hidden_states[-1][:, at]
+
+    def values_of(hidden: Tensor) -> Tensor:
+        return upcast(a.value(hidden).squeeze(-1))
 
     with torch.no_grad():
-        old, old_values = logprobs_and_values(a.policy, True)
-        ref, _ = logprobs_and_values(a.reference, False)
+        old, hidden = logprobs_and_hidden(a.policy)
+        ref, _ = logprobs_and_hidden(a.reference)
+        old_values = values_of(hidden)
         rewards = -KL_COEF * (old - ref) * m
         last = m.shape[1] - 1 - m.flip(1).argmax(1)
         rewards[torch.arange(len(m), device=m.device), last] += x["scores"]
         out = loop(rewards, old_values, x["mask"], GAMMA, LAM)
         advantages, returns = whitened(out["advantages"], m), out["returns"]
     for _ in range(EPOCHS):
-        logp, values = logprobs_and_values(a.policy, True)
-        ratio = torch.exp(logp - old)
+        logp, hidden = logprobs_and_hidden(a.policy)
+        values, ratio = values_of(hidden), torch.exp(logp - old)
         clip, vclip = COEFS["cliprange"], COEFS["cliprange_value"]
         surrogate = torch.max(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
         clipped = torch.max(torch.min(values, old_values + vclip), old_values - vclip)
@@ -105,11 +117,11 @@ def eager_step(x: Tensors, a: Agent) -> Tensors:
 
 def our_step(x: Tensors, a: Agent) -> Tensors:
     """The same with the ops: hidden states instead of logits."""
-    labels = x["input_ids"][:, 1:]
+    labels, at = response(x)
     trained = torch.where(x["mask"], labels, -100)
 
     def hidden_of(model: nn.Module) -> Tensor:
-        return models.hidden_states(model, input_ids=x["input_ids"])[:, :-1]
+        return models.hidden_states(model, input_ids=x["input_ids"])[:, at]
 
     def values_of(hidden: Tensor) -> Tensor:
         return a.value(hidden).squeeze(-1).float()
@@ -150,14 +162,14 @@ def exact(a: Agent) -> Agent:
 
 
 def case(
-    B: int, prompt: int, response: int, model: tuple, device: torch.device, **flags: object
+    B: int, prompt: int, length: int, model: tuple, device: torch.device, **flags: object
 ) -> Case:
     H, layers, V, dtype = model
-    N = B * (prompt + response)
-    size = {"fp32": 4, "bf16": 2}[dtype]
+    N = B * length
+    weight = float(V * H * DTYPES[dtype].itemsize)
 
     def inputs(seed: int, check: bool) -> Tensors:
-        shape = (2, 4, 12) if check else (B, prompt, response)
+        shape = (2, 4, 12) if check else (B, prompt, length)
         return make(*shape, V, device, seed)
 
     def fp64(x: Tensors) -> Tensors:
@@ -168,16 +180,16 @@ def case(
 
     return Case(
         op="step",
-        name=f"PPO update, {B} x ({prompt}+{response}) tokens, H={H} L={layers} V={V}",
+        name=f"PPO update, {B} x ({prompt}+{length}) tokens, H={H} L={layers} V={V}",
         dtype=dtype,
         make=inputs,
         expected=fp64,
         contestants=[
             contestant("ours", our_step, 2.0**29),
-            contestant("eager", eager_step, 4.0 * N * V * 4),
+            contestant("eager", eager_step, 16.0 * N * V),
         ],
-        input_bytes=2.0 * V * H * size,
-        required=1.0 * V * H * size,
+        input_bytes=2 * weight,
+        required=weight,
         tokens=N,
         **flags,
     )

@@ -173,28 +173,33 @@ struct Traits {
   static constexpr int kLams = kGeneral ? 2 : 1;
 };
 
-// The four tokens of a lane. Slots that are masked or outside the span are not valid, and nothing
-// looks at their numbers again.
-template <class T>
-struct Items {
-  using F = typename T::F;
+// Where the four tokens of a lane are and which of them count.
+struct Slots {
   int64_t at;
-  unsigned inside, valid, stop;  // bit per token; stop: the episode ends after it
-  bool whole;
-  F r[4], v[4];                  // r of a stopped token includes what it gets from its right
+  unsigned inside, valid;  // bit per token
+  bool whole;              // all four, read and written at once
+};
 
-  __device__ Items(const GaeCall<F>& call, int64_t first, int64_t hi, int64_t row) {
+template <class F>
+__device__ Slots find_slots(const GaeCall<F>& call, int64_t at, int64_t hi) {
+  const unsigned inside = at + 4 <= hi ? 15 : at < hi ? (1u << (hi - at)) - 1 : 0;
+  const bool whole = call.aligned && inside == 15 && at % 4 == 0;
+  return {at, inside, load_flags(call.a.mask, at, inside, whole), whole};
+}
+
+// The four tokens of a lane. Slots that are masked or outside the span are not valid, and nothing
+// looks at their numbers; where no slot is valid they are not even read.
+template <class T>
+struct Items : Slots {
+  using F = typename T::F;
+  unsigned stop = 0;       // bit per token: the episode ends after it
+  F r[4] = {}, v[4] = {};  // r of a stopped token includes what it gets from its right
+
+  __device__ Items(const GaeCall<F>& call, const Slots& slots, int64_t row) : Slots(slots) {
+    if (!valid) return;
     const GaeArgs& a = call.a;
-    at = first;
-    inside = at + 4 <= hi ? 15 : at < hi ? (1u << (hi - at)) - 1 : 0;
-    whole = call.aligned && inside == 15 && at % 4 == 0;
-    valid = load_flags(a.mask, at, inside, whole);
     load(a.values, at, inside, whole, v);
-    if (a.rewards.data) {
-      load(a.rewards, at, inside, whole, r);
-    } else {
-      r[0] = r[1] = r[2] = r[3] = F(0);
-    }
+    if (a.rewards.data) load(a.rewards, at, inside, whole, r);
     if (a.logprobs.data) {
       F logp[4], ref[4];
       load(a.logprobs, at, inside, whole, logp);
@@ -207,7 +212,6 @@ struct Items {
 
   __device__ void ends(const GaeCall<F>& call, int64_t row) {
     const GaeArgs& a = call.a;
-    stop = 0;
     if (a.terminated) stop = load_flags(a.terminated, at, inside, whole) & valid;
     if (a.truncated) {
       const unsigned truncated = load_flags(a.truncated, at, inside, whole) & valid;
@@ -325,9 +329,13 @@ struct Walk {
     const int first = 4 * (threadIdx.x % (32 * kGroup));
 #pragma unroll
     for (int k = 0; k < T::kLams; ++k) map[k] = {F(1), F(0)};
+    int tile = int(part.hi - part.lo - 1) / kTile;
+    Slots next = find_slots(call, part.lo + tile * kTile + first, part.hi);
 #pragma unroll 1
-    for (int tile = int(part.hi - part.lo - 1) / kTile; tile >= 0; --tile) {
-      const Items<T> items(call, part.lo + tile * kTile + first, part.hi, row);
+    for (; tile >= 0; --tile) {
+      const Items<T> items(call, next, row);
+      // The mask is read a tile ahead, so that no load waits for it.
+      if (tile > 0) next = find_slots(call, part.lo + (tile - 1) * kTile + first, part.hi);
 #pragma unroll
       for (int k = 0; k < T::kLams; ++k) {
         const F cg = call.cg[k], cv = call.cv[k];

@@ -50,8 +50,10 @@ def check(emu: Any, call: Call, flat: Call | None = None) -> None:
 
 
 def long_call() -> Call:
-    """Two segments and a bit, plain: the kernels compiled without episode ends."""
+    """Two segments and a bit, plain: the kernels compiled without episode ends. The hole is wider
+    than a block's tile and lies across the border of two segments."""
     mask = torch.rand(2, 4501, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[0, 1000:3400] = False
     ends = {"terminated": None, "truncated": None, "lam_returns": None}
     fixed = {"gamma": 0.99, "lam": 0.95, "scores": torch.randn(2), "bootstrap": torch.randn(2)}
     return random_call(1, (2, 4501), mask=mask, **ends, **fixed)
@@ -153,6 +155,13 @@ MUTANTS = [
         "maps[i].b = x;\n        x = left;",
         "x = left;\n        maps[i].b = x;",
     ),
+    ("skips lanes with a masked token", "if (!valid) return;", "if (valid != inside) return;"),
+    (
+        "skips lanes of which only the last token counts",
+        "if (!valid) return;",
+        "if (!(valid & 7)) return;",
+    ),
+    ("the slots of the tile before", "if (tile > 0) next =", "if (tile > 1) next ="),
     ("the bootstrap is not discounted", "x = call.gamma * load_one", "x = load_one"),
     (
         "a warp is left out of the sums",

@@ -118,7 +118,7 @@ def _gae_kernel(
     if cu_seqlens_ptr is not None:
         lo = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + row).to(tl.int64), 0), N)
         hi = tl.minimum(tl.load(cu_seqlens_ptr + row + 1).to(tl.int64), N)
-        length = tl.maximum(hi - lo, 0)
+        length = tl.maximum(hi - lo, 0).to(tl.int32)  # offsets inside a row take one register each
     slot = tl.arange(0, BLOCK)
     blocks = tl.cdiv(length, BLOCK)
     cg, cv = gamma * lam, gamma * (1 - lam)
@@ -129,7 +129,7 @@ def _gae_kernel(
         x = gamma * tl.load(bootstrap_ptr + row).to(tl.float32)
     if scores_ptr is not None:
         score = tl.load(scores_ptr + row).to(tl.float32)
-    last = tl.full((), -1, tl.int64)
+    last = tl.full((), -1, tl.int32)
     ENDS: tl.constexpr = terminated_ptr is not None or truncated_ptr is not None
     if ENDS and scores_ptr is not None:
         # An episode end cuts off what comes from the right; the score belongs to the last action.

@@ -1,29 +1,26 @@
 """`python -m bench`: see --help. Exit status: 0; 1 if an op of ours is wrong or crashes; 2 if a
-name was not known (the known ones run all the same)."""
+name was not known (the known ones run all the same); 130 if it was interrupted."""
 
 import argparse
 import json
-import os
-import subprocess
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import cases, peers, plots, report, runner, timing
-from bench.case import DTYPES
+from bench import cases, machine, memory, peers, plots, report, runner, timing
+from bench.case import DTYPES, Case
 
-PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
-PACKAGES += ("torchrl", "verl", "openrlhf", "quack-kernels", "flash-attn", "pufferlib")
+# Seconds of samples for a case, shared by its contestants. Slow calls take what they take.
 BUDGET = {"small": 0.5, "default": 5.0, "sweep": 2.0, "large": 0.0}
 GPU_BUDGET = 2.0
+RECORD = ("default", "sweep", "large")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -36,34 +33,50 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", default="all", help=f"{listing} of {', '.join(peers.NAMES)}; all or none"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows, after every case"
+    )
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also run sweeps, and draw")
     parser.add_argument("--memory", action="store_true", help="peak memory, in fresh processes")
-    parser.add_argument("--seconds", type=float, help="start no case after this many seconds")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no case after this many seconds"
+    )
     parser.add_argument(
         "--record",
         type=Path,
         metavar="DIR",
         help="results of record: default sizes, sweeps and memory of each op into DIR as JSON, "
-        "Markdown and PNG; an op whose file is there already is not run again",
+        "Markdown and PNG; an op with a complete file of this commit there is not run again",
     )
     return parser.parse_args(argv)
 
 
 def known(what: str, given: str, names: tuple[str, ...]) -> tuple[list[str], bool]:
     """The known names in a list, and whether all of them were; unknown ones are named."""
-    if given == "all":
-        return list(names), True
-    asked = [n for n in given.split(",") if n]
+    if given in ("all", "none"):
+        return list(names) if given == "all" else [], True
+    asked = [n.strip() for n in given.split(",") if n.strip()]
     unknown = [n for n in asked if n not in names]
     if unknown:
-        message = f"unknown {what} {', '.join(unknown)}; there are {', '.join(names)}"
-        print(f"bench: {message}", file=sys.stderr)
+        complain(f"unknown {what} {', '.join(unknown)}; there are {', '.join(names)}")
     return [n for n in names if n in asked], not unknown
 
 
+def unusable(device: str) -> str:
+    """Why this device cannot be measured, or nothing."""
+    if device not in ("cpu", "cuda"):
+        return f"unknown device {device}; there are cpu, cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "device cuda was asked for, but torch finds no CUDA device"
+    return ""
+
+
+def complain(message: str) -> None:
+    print(f"bench: {message}", file=sys.stderr)
+
+
 @contextmanager
-def progress() -> Any:
+def progress() -> Iterator[Callable[[str], None]]:
     """A live line on a terminal that rich can drive; one line per step elsewhere."""
     start = time.monotonic()
     try:
@@ -77,155 +90,110 @@ def progress() -> Any:
         yield lambda text: status.update(f"[{time.monotonic() - start:.0f} s] {text}")
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-        models = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
-        name = models[0] if models else "unknown CPU"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"device": name, "cores": os.cpu_count(), "memory": f"{memory / 2**30:.0f} GiB"}
-
-
-def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+def choose(args: argparse.Namespace, ops: list[str]) -> list[tuple[str, Case]]:
+    """(size, case) of these ops, without the dtypes and peers that were not asked for."""
+    sizes = RECORD if args.record else [args.size, *(["sweep"] if args.plot else [])]
+    device, unwanted = torch.device(args.device), set(peers.NAMES) - set(args.peers)
+    found = [(s, c) for s in sizes for c in cases.build(ops, device, s) if c.dtype in args.dtypes]
+    for _, case in found:
+        case.contestants = [c for c in case.contestants if c.name.split()[0] not in unwanted]
     return found
 
 
-def commit() -> str:
-    """The commit of this checkout, marked when files differ from it; results do not count."""
-    here = Path(__file__).parents[1]
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
+def run(args: argparse.Namespace, ops: list[str], file: Path | None, results: list[Any]) -> None:
+    """Appends to results what it measures of these ops; half a run is kept and printed as well."""
+    if args.record and file.exists():
+        earlier = json.loads(file.read_text())
+        if "stopped" not in earlier and earlier["commit"] == machine.commit():
+            complain(f"{file} is there, from this commit; remove it to measure again")
+            results.append(earlier)
+            return
+        complain(f"{file} took {earlier.get('took', float('nan')):.0f} s the last time")
+    result = {"name": f"{', '.join(ops)} on {args.device}", "ceiling": {}, "rows": []}
+    result |= machine.describe(torch.device(args.device))
+    results.append(result)
     try:
-        changed = git("status", "--porcelain", "--", ".", ":!bench/results")
-        return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def select(args: argparse.Namespace, ops: list[str], size: str, device: torch.device) -> list:
-    """The cases of these ops and dtypes, without the peers that were not asked for."""
-    dtypes, wanted = args.dtypes, args.peer_names
-    chosen = [c for c in cases.build(ops, device, size) if c.dtype in dtypes]
-    for case in chosen:
-        case.contestants = [
-            c for c in case.contestants if package(c.name) is None or package(c.name) in wanted
-        ]
-    return chosen
-
-
-def package(contestant: str) -> str | None:
-    first = contestant.split()[0]
-    return first if first in peers.NAMES else None
-
-
-def run(
-    args: argparse.Namespace,
-    ops: list[str],
-    sizes: list[str],
-    device: torch.device,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """All rows of these ops, and what they were measured on."""
-    start = time.monotonic()
-    say("measuring copy bandwidth and GEMM rates")
-    result = {
-        "name": f"{', '.join(ops)} on {device.type}",
-        "device": device.type,
-        "machine": machine(device),
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "ceiling": timing.ceilings(device, args.dtypes),
-        "rows": [],
-    }
-    for size in sizes:
-        budget = GPU_BUDGET if device.type == "cuda" else BUDGET[size]
-        chosen = select(args, ops, size, device)
-        ran = []
-        for i, case in enumerate(chosen, 1):
-            if args.seconds and time.monotonic() - start > args.seconds:
-                say(f"{case.key}: not run, {args.seconds:.0f} s are over")
-                continue
-            at = f"{size} case {i} of {len(chosen)}, "
-            rows = runner.run_case(case, device, budget, lambda text, at=at: say(at + text))
-            if args.memory and device.type == "cuda":
-                runner.add_cuda_memory(case, rows, device, say)
-            result["rows"] += rows
-            ran.append(case)
-        if args.memory and device.type == "cpu":
-            weighed = [c for c in ran if not args.record or c.headline or c.sweep or c.single]
-            runner.add_memory(weighed, result["rows"], [size, ",".join(ops)], say)
-    return result
-
-
-def record(args: argparse.Namespace, ops: list[str], device: torch.device, folder: Path) -> int:
-    """Results of record, op by op, so that an interrupted run goes on where it stopped."""
-    folder.mkdir(parents=True, exist_ok=True)
-    args.memory = True
-    for op in ops:
-        file = folder / f"{device.type}-{op}.json"
-        if file.exists():
-            print(f"bench: {file} is there; remove it to measure again", file=sys.stderr)
-            continue
         with progress() as say:
-            result = run(args, [op], ["default", "sweep", "large"], device, say)
-        file.write_text(json.dumps(result, indent=1) + "\n")
-        file.with_suffix(".md").write_text(report.markdown(result))
+            measure(args, choose(args, ops), result, file, say)
+    finally:
+        write(result, file)
+        if args.record:
+            file.with_suffix(".md").write_text(report.markdown(result))
         print(report.text(result), flush=True)
-    results = [json.loads(p.read_text()) for p in sorted(folder.glob(f"{device.type}-*.json"))]
-    for path in plots.draw(results, folder, device.type):
-        print(f"bench: wrote {path}")
-    return failed([row for result in results for row in result["rows"]])
 
 
-def failed(rows: list[dict[str, Any]]) -> int:
-    return int(any(r["contestant"] == "ours" and r["status"] in ("wrong", "crashed") for r in rows))
+def measure(
+    args: argparse.Namespace,
+    chosen: list[tuple[str, Case]],
+    result: dict[str, Any],
+    file: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Adds the rows of all cases to result, which says where it stopped until all are there."""
+    start, device = time.monotonic(), torch.device(args.device)
+    say("measuring copy bandwidth and GEMM rates")
+    result["stopped"] = "before the first case"
+    result["ceiling"] = timing.ceilings(device, args.dtypes)
+    for i, (size, case) in enumerate(chosen, 1):
+        result["stopped"] = f"{time.monotonic() - start:.0f} s after it began, at {case.key}"
+        write(result, file)
+        if time.monotonic() - start > args.seconds:
+            return
+        rows = runner.new_rows(case)
+        result["rows"] += rows
+        budget = GPU_BUDGET if device.type == "cuda" else BUDGET[size]
+        at = f"{i} of {len(chosen)}, "
+        runner.run_case(case, rows, device, budget, lambda text, at=at: say(at + text))
+        if args.memory and device.type == "cuda":
+            memory.measure([case], rows, device, say)
+    if args.memory and device.type == "cpu":
+        result["stopped"] = "before peak memory was measured"
+        write(result, file)
+        memory.measure([case for _, case in chosen], result["rows"], device, say)
+    del result["stopped"]
+    result["took"] = time.monotonic() - start
+
+
+def write(result: dict[str, Any], file: Path | None) -> None:
+    """As JSON, whole files only: a process that is killed here leaves the last one."""
+    if file:
+        part = file.with_name(file.name + ".part")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(file)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     ops, ops_known = known("op", args.op, tuple(cases.OPS))
     args.dtypes, dtypes_known = known("dtype", args.dtype, tuple(DTYPES))
-    args.peer_names, peers_known = (
-        ([], True) if args.peers == "none" else known("peer", args.peers, peers.NAMES)
-    )
-    if args.device not in ("cpu", "cuda"):
-        print(f"bench: unknown device {args.device}; there are cpu, cuda", file=sys.stderr)
+    args.peers, peers_known = known("peer", args.peers, peers.NAMES)
+    if reason := unusable(args.device):
+        complain(reason)
         return 2
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("bench: device cuda was asked for, but torch finds no CUDA device", file=sys.stderr)
-        return 2
-    if not ops or not args.dtypes:
-        return 2
-    device = torch.device(args.device)
+    for folder in filter(None, (args.record, args.plot, args.json and args.json.parent)):
+        folder.mkdir(parents=True, exist_ok=True)
     # Peers warn about each other and about deprecations in torch: none of it is about a number.
     warnings.filterwarnings("ignore")
     torch._dynamo.config.recompile_limit = 64
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    args.memory |= bool(args.record)
+    jobs = [(ops, args.json)] if ops else []
     if args.record:
-        status = record(args, ops, device, args.record)
-    else:
-        with progress() as say:
-            result = run(args, ops, [args.size, *(["sweep"] if args.plot else [])], device, say)
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
-        if args.plot:
-            plots.draw([result], args.plot, device.type)
-        print(report.text(result))
-        status = failed(result["rows"])
-    return status or (0 if ops_known and dtypes_known and peers_known else 2)
+        jobs = [([op], args.record / f"{args.device}-{op}.json") for op in ops]
+    results: list[dict[str, Any]] = []
+    status = 0 if ops_known and dtypes_known and peers_known else 2
+    try:
+        for job in jobs:
+            run(args, *job, results)
+    except KeyboardInterrupt:
+        complain("interrupted; the table has what was measured")
+        status = 130
+    if folder := args.record or args.plot:
+        for path in plots.draw(results, folder, args.device):
+            print(f"bench: wrote {path}")
+    rows = [row for result in results for row in result["rows"]]
+    ours = [row["status"] for row in rows if row["contestant"] == "ours"]
+    return 1 if "wrong" in ours or "crashed" in ours else status
 
 
 if __name__ == "__main__":

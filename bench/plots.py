@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from bench.report import base_of, blocks
+from bench.report import base_of, blocks, bound, significant
 
 Row = dict[str, Any]
 # Ours first and dark; the rest from a palette that survives colour blindness and grey print.
@@ -11,11 +11,9 @@ COLORS = {"ours": "#0b3954", "eager": "#e07a1f", "compile": "#1b998b"}
 OTHERS = ("#8d6cab", "#c2274b", "#6b7a8f", "#a68a00", "#5fa8d3", "#444444")
 
 
-def _color(name: str, seen: dict[str, str]) -> str:
-    if name not in seen:
-        taken = [c for c in seen.values() if c in OTHERS]
-        seen[name] = COLORS.get(name, OTHERS[len(taken) % len(OTHERS)])
-    return seen[name]
+def palette(rows: list[Row]) -> dict[str, str]:
+    others = [n for n in dict.fromkeys(r["contestant"] for r in rows) if n not in COLORS]
+    return COLORS | dict(zip(others, 2 * OTHERS))
 
 
 def draw(results: list[dict[str, Any]], folder: Path, prefix: str) -> list[Path]:
@@ -56,7 +54,7 @@ def _scaling(plt: Any, rows: list[Row], result: dict[str, Any], op: str, path: P
         squeeze=False,
         layout="constrained",
     )
-    colors: dict[str, str] = {}
+    colors = palette(rows)
     for i, kind in enumerate(kinds):
         for j, varied in enumerate(axes_names):
             part = [r for r in rows if r["sweep"][0] == varied and kind in r]
@@ -69,7 +67,8 @@ def _scaling(plt: Any, rows: list[Row], result: dict[str, Any], op: str, path: P
     for ax, varied in zip(grid[-1], axes_names):
         ax.set_xlabel(varied[0])
     labels = {label: h for ax in fig.axes for h, label in zip(*ax.get_legend_handles_labels())}
-    fig.legend(labels.values(), labels, loc="outside lower center", ncols=6, frameon=False)
+    columns = 2 * len(axes_names)
+    fig.legend(labels.values(), labels, loc="outside lower center", ncols=columns, frameon=False)
     fig.suptitle(f"{op} on {result['machine']['device']}", fontsize=11)
     fig.savefig(path, dpi=110)
     plt.close(fig)
@@ -82,17 +81,14 @@ def _lines(
     for name in dict.fromkeys(r["contestant"] for r in rows):
         points = sorted((r["sweep"][1], r[kind] * scale) for r in rows if r["contestant"] == name)
         style = {"marker": "o", "markersize": 3.5, "linewidth": 2.2 if name == "ours" else 1.3}
-        ax.plot(*zip(*points), label=name, color=_color(name, colors), **style)
+        ax.plot(*zip(*points), label=name, color=colors[name], **style)
     floors = {}
     for r in rows:
-        if kind == "peak_bytes":
-            floors[r["sweep"][1]] = r["required_bytes"] * scale
-        elif r["flops"] and r["dtype"] in ceiling:
-            floors[r["sweep"][1]] = r["flops"] / ceiling[r["dtype"]] * scale
-        elif "copy" in ceiling:
-            floors[r["sweep"][1]] = r["bytes"] / ceiling["copy"] * scale
+        least, top, _ = bound(r, ceiling)
+        floor = least / top if top else 0.0
+        floors[r["sweep"][1]] = (r["required_bytes"] if kind == "peak_bytes" else floor) * scale
     if any(floors.values()):
-        label = "least memory: outputs and gradients" if kind == "peak_bytes" else "least time"
+        label = "least memory" if kind == "peak_bytes" else "least time"
         ax.plot(*zip(*sorted(floors.items())), color="#999999", linestyle=":", label=label)
     values = sorted({r["sweep"][1] for r in rows})
     ax.set_xscale("log", base=2)
@@ -109,7 +105,7 @@ def _lines(
 def _summary(plt: Any, bars: list[tuple[str, list[Row]]], device: str, path: Path) -> None:
     """How many times as long as ours each contestant takes, on a logarithmic axis."""
     fig, ax = plt.subplots(figsize=(8, 0.4 + sum(0.22 * len(rows) + 0.35 for _, rows in bars)))
-    colors: dict[str, str] = {}
+    colors = palette([row for _, rows in bars for row in rows])
     y, ticks, labels = 0.0, [], []
     for title, rows in bars:
         base = base_of(rows)
@@ -119,8 +115,9 @@ def _summary(plt: Any, bars: list[tuple[str, list[Row]]], device: str, path: Pat
             if "seconds" not in row or row is base:
                 continue
             times = row["seconds"] / base["seconds"]
-            ax.barh(y, times - 1, left=1, height=0.75, color=_color(row["contestant"], colors))
-            ax.text(max(times, 1) * 1.05, y, f"{times:.3g}x", fontsize=7.5, va="center")
+            ax.barh(y, times - 1, left=1, height=0.75, color=colors[row["contestant"]])
+            label = f"{significant(times)}x"
+            ax.text(max(times, 1) * 1.05, y, label, fontsize=7.5, va="center")
             ticks.append(y)
             labels.append(row["contestant"])
             y += 1
@@ -132,6 +129,6 @@ def _summary(plt: Any, bars: list[tuple[str, list[Row]]], device: str, path: Pat
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     ax.axvline(1, color=COLORS["ours"], linewidth=2)
     ax.set_xlabel("time over ours (the line at 1)")
-    ax.set_title(device, fontsize=9, loc="left")
+    ax.set_title(device, fontsize=9, loc="right")
     fig.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(fig)

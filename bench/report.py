@@ -24,10 +24,8 @@ LEGEND = (
 
 
 def seconds(x: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if x * scale >= 1 or unit == "us":
-            return f"{significant(x * scale)} {unit}"
-    raise AssertionError
+    scale, unit = next(((s, u) for s, u in ((1, "s"), (1e3, "ms")) if x * s >= 1), (1e6, "us"))
+    return f"{significant(x * scale)} {unit}"
 
 
 def significant(x: float) -> str:
@@ -51,14 +49,17 @@ def ratio(row: Row, base: Row | None) -> str:
     return f"{'~' if unclear else ''}{significant(row['seconds'] / base['seconds'])}x"
 
 
+def bound(row: Row, ceiling: dict[str, float]) -> tuple[float, float, str]:
+    """(the least bytes or flops of the case, this machine's rate of them or 0, their unit)."""
+    if row["flops"]:
+        return row["flops"], ceiling.get(row["dtype"], 0.0), "flop"
+    return row["bytes"], ceiling.get("copy", 0.0), "B"
+
+
 def share(row: Row, ceiling: dict[str, float]) -> str:
     """Percent of the ceiling that binds the case, or nothing where none was measured."""
-    if "seconds" not in row:
-        return ""
-    least, top = row["bytes"], ceiling.get("copy")
-    if row["flops"]:
-        least, top = row["flops"], ceiling.get(row["dtype"])
-    if not top or not least:
+    least, top, _ = bound(row, ceiling)
+    if not (least and top and "seconds" in row):
         return ""
     percent = 100 * least / row["seconds"] / top
     return f"{percent:.0f}%" if percent >= 1 else f"{percent:.1g}%"
@@ -98,7 +99,8 @@ def table(group: list[Row], result: dict[str, Any]) -> tuple[list[list[str]], li
     for r in group:
         if r["status"] != "ok":
             label = "not here" if r["status"] == "absent" else r["status"].upper()
-            out.setdefault(f"{label}: {r['message']}", []).append(r["contestant"])
+            why = f": {r['message']}" if r.get("message") else ""
+            out.setdefault(label + why, []).append(r["contestant"])
     notes = [f"{', '.join(names)} {why}" for why, names in out.items()]
     return [columns, *([x.get(c, "") for c in columns] for x in lines)] if lines else [], notes
 
@@ -115,14 +117,12 @@ def base_of(group: list[Row]) -> Row | None:
 
 def floor(row: Row, ceiling: dict[str, float]) -> str:
     """The least that a case has to move or compute, and the time that takes here."""
-    if row["flops"]:
-        least, top, what = row["flops"], ceiling.get(row["dtype"]), "Gflop"
-    elif row["bytes"]:
-        least, top, what = row["bytes"], ceiling.get("copy"), "GB"
-    else:
-        return ""
+    least, top, unit = bound(row, ceiling)
+    if not least:
+        return "no floor"
+    scale, prefix = next(((s, p) for s, p in ((1e9, "G"), (1e6, "M")) if least >= s), (1e3, "k"))
     at_best = f", {seconds(least / top)} at the ceiling" if top else ""
-    return f"least {significant(least / 1e9)} {what}{at_best}"
+    return f"least {significant(least / scale)} {prefix}{unit}{at_best}"
 
 
 def text(result: dict[str, Any]) -> str:
@@ -130,7 +130,7 @@ def text(result: dict[str, Any]) -> str:
     out = [describe(result), ""]
     for title, group in blocks(result["rows"]):
         lines, notes = table(group, result)
-        out.append(f"{title}  ({floor(group[0], result['ceiling']) or 'no floor'})")
+        out.append(f"{title}  ({floor(group[0], result['ceiling'])})")
         widths = [max(map(len, column)) for column in zip(*lines)]
         for first, *others in lines:
             right = "".join(f"  {c:>{w}}" for c, w in zip(others, widths[1:]))
@@ -152,7 +152,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Machine, ceilings, versions, commit and date in two sentences."""
+    """Machine, ceilings, versions, commit and date in two sentences; a third for half a run."""
     m, c = result["machine"], result["ceiling"]
     rates = [f"copy {c['copy'] / 1e9:.3g} GB/s"] if "copy" in c else []
     rates += [f"{n} GEMM {c[n] / 1e9:.4g} Gflop/s" for n in ("fp32", "bf16") if n in c]
@@ -160,6 +160,7 @@ def describe(result: dict[str, Any]) -> str:
     return (
         f"{m['device']}, {m['cores']} cores, {m['memory']}; measured ceilings: {', '.join(rates)}. "
         f"Commit {result['commit']}, {result['date']}; {versions}."
+        + (f" STOPPED {result['stopped']}: the rest is missing." if "stopped" in result else "")
     )
 
 
@@ -200,7 +201,7 @@ def _readme_line(title: str, rows: list[Row], ceiling: dict[str, float]) -> str:
     others = [
         f"{name} {other(r)}"
         for name, r in named.items()
-        if name not in ("ours", "eager", "compile")
+        if not name.startswith(("ours", "eager", "compile"))
     ]
     pair = [other(named[n]) if n in named else "" for n in ("eager", "compile")]
     mine = [seconds(base["seconds"]), share(base, ceiling), extra_memory(base)]

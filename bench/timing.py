@@ -11,8 +11,12 @@ import torch
 
 from bench.case import Function, Tensors
 
-# A sample on the CPU lasts at least this long, so that the clock's own cost disappears.
-SAMPLE_SECONDS = 2e-3
+# A sample lasts about this long, so that the clock's own cost disappears.
+SAMPLE_SECONDS, MOST_CALLS = 2e-3, 100
+FEWEST, MOST = 3, 40  # samples of a contestant
+# A call longer than this is its own warm-up; one sample less where a call is so long that the
+# machine's noise averages out within it.
+SLOW_SECONDS, VERY_SLOW_SECONDS = 1.0, 5.0
 # Below this a CUDA call is timed by replaying a graph: launches would dominate.
 GRAPH_SECONDS = 2e-3
 
@@ -42,93 +46,72 @@ def synchronize(device: torch.device) -> None:
 class Stopwatch:
     """Times one function on a ring of inputs; each call takes the next one.
 
-    `sample()` returns (device seconds, wall seconds) per call. On the CPU the two are one.
+    A sample is (device seconds, wall seconds) per call; on the CPU the two are one.
     """
 
     def __init__(
         self, function: Function, ring: list[Tensors], overwrites: str | None, device: torch.device
     ) -> None:
         self.function, self.ring, self.device = function, ring, device
-        self.at, self.calls, self.graph = 0, 1, None
         self.overwrites = overwrites
         self.pristine = None if overwrites is None else ring[0][overwrites].clone()
+        self.at, self.calls, self.graph = 0, 1, None
+        self.samples: list[tuple[float, float]] = []
+        self.cost = 0.0  # seconds that a sample takes
 
-    def warm_up(self) -> float:
-        """Settles calls per sample, and the graph where one pays; returns seconds per sample."""
-        seconds = self._one_call()[1]
-        if seconds > 1:
-            return seconds
-        seconds = min(self._one_call()[1] for _ in range(2))
-        if self.overwrites is not None:
-            return seconds
-        if self.device.type == "cuda":
-            self.calls = max(1, min(50, int(SAMPLE_SECONDS / seconds)))
-            if seconds < GRAPH_SECONDS:
+    def warm_up(self) -> None:
+        """Settles how many calls make a sample, and captures them where launches would dominate.
+        A slow call is its own warm-up: it counts, and nothing is lost by it."""
+        first = self.sample()
+        self.cost = first[1]
+        if self.cost > SLOW_SECONDS:
+            self.samples.append(first)
+            return
+        seconds = min(self.sample()[1] for _ in range(2))
+        if self.overwrites is None:
+            self.calls = max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / seconds)))
+            if self.device.type == "cuda" and seconds < GRAPH_SECONDS:
                 self.graph = self._capture()
-        else:
-            self.calls = max(1, int(SAMPLE_SECONDS / seconds))
-        return seconds * self.calls
+        self.cost = seconds * self.calls
 
     def sample(self) -> tuple[float, float]:
-        if self.calls == 1 and self.graph is None:
-            return self._one_call()
-        wall = self._loop()
-        if self.device.type == "cpu":
-            return wall, wall
-        return self._events(), wall
-
-    def _next(self) -> Tensors:
-        inputs = self.ring[self.at % len(self.ring)]
-        self.at += 1
-        if self.pristine is not None:
-            inputs[self.overwrites].copy_(self.pristine)
-        return inputs
-
-    def _one_call(self) -> tuple[float, float]:
         inputs = self._next()
+        synchronize(self.device)
+        if self.device.type == "cuda":
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+        start = time.perf_counter()
+        for x in inputs:
+            outputs = self.function(x)
+        if self.device.type == "cuda":
+            after.record()
+        synchronize(self.device)
+        wall = (time.perf_counter() - start) / self.calls
+        del outputs  # freeing the last results is not part of the call
         if self.device.type == "cpu":
-            start = time.perf_counter()
-            outputs = self.function(inputs)
-            wall = time.perf_counter() - start
-            del outputs  # freeing the results is not part of the call
             return wall, wall
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        synchronize(self.device)
-        start = time.perf_counter()
-        events[0].record()
-        self.function(inputs)
-        events[1].record()
-        synchronize(self.device)
-        return events[0].elapsed_time(events[1]) / 1e3, time.perf_counter() - start
-
-    def _loop(self) -> float:
-        synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(self.calls):
-            self.function(self._next())
-        synchronize(self.device)
-        return (time.perf_counter() - start) / self.calls
-
-    def _events(self) -> float:
-        """Device time per call, from a replayed graph, or from calls queued back to back."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
         if self.graph is not None:
+            before.record()
             self.graph.replay()
-        else:
-            for _ in range(self.calls):
-                self.function(self._next())
-        events[1].record()
-        synchronize(self.device)
-        return events[0].elapsed_time(events[1]) / 1e3 / self.calls
+            after.record()
+            synchronize(self.device)
+        return before.elapsed_time(after) / 1e3 / self.calls, wall
+
+    def _next(self) -> list[Tensors]:
+        """The inputs of the next sample; what a call overwrites is put back before the clock."""
+        found = [self.ring[(self.at + i) % len(self.ring)] for i in range(self.calls)]
+        self.at += self.calls
+        if self.pristine is not None:
+            found[0][self.overwrites].copy_(self.pristine)
+        return found
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         """A graph of `calls` calls over the ring; None for a function that cannot be captured."""
-        graph = torch.cuda.CUDAGraph()
+        graph, inputs = torch.cuda.CUDAGraph(), self._next()
         try:
             with torch.cuda.graph(graph):
-                for _ in range(self.calls):
-                    self.function(self._next())
+                for x in inputs:
+                    self.function(x)
             graph.replay()
             synchronize(self.device)
         except Exception:  # it synchronises or allocates outside the pool: events do
@@ -137,28 +120,23 @@ class Stopwatch:
         return graph
 
 
-def interleave(
-    watches: dict[str, Stopwatch],
-    cost: dict[str, float],
-    budget: float,
-    fewest: dict[str, int],
-    most: int,
-) -> dict[str, list[tuple[float, float]]]:
+def interleave(watches: list[Stopwatch], budget: float) -> None:
     """Samples of every contestant, taken in turns so that drift of the machine hits all alike."""
     share = budget / max(len(watches), 1)
-    counts = {name: max(fewest[name], min(most, int(share / cost[name]))) for name in watches}
-    rounds = max(counts.values(), default=0)
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in watches}
+    wanted = []
+    for watch in watches:
+        fewest = FEWEST - (watch.cost > VERY_SLOW_SECONDS) - len(watch.samples)
+        wanted.append(max(fewest, min(MOST, int(share / watch.cost))))
+    rounds = max(wanted, default=0)
     gc.collect()
     gc.disable()
     try:
         for r in range(rounds):
-            for name, n in counts.items():
+            for watch, n in zip(watches, wanted):
                 if (r + 1) * n // rounds > r * n // rounds:
-                    samples[name].append(watches[name].sample())
+                    watch.samples.append(watch.sample())
     finally:
         gc.enable()
-    return samples
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -167,6 +145,14 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, low, high
+
+
+def summary(samples: list[tuple[float, float]]) -> dict[str, float]:
+    """What a row says of its samples."""
+    device, wall = zip(*samples)
+    middle, low, high = quartiles(device)
+    found = {"seconds": middle, "low": low, "high": high, "wall_seconds": quartiles(wall)[0]}
+    return found | {"samples": len(samples)}
 
 
 def ceilings(device: torch.device, dtypes: list[str]) -> dict[str, float]:
@@ -185,6 +171,6 @@ def ceilings(device: torch.device, dtypes: list[str]) -> dict[str, float]:
 
 
 def _median(call: Callable[[], object], device: torch.device) -> float:
-    watch = Stopwatch(lambda _: {"": call()}, [{}], None, device)
+    watch = Stopwatch(lambda _: call(), [{}], None, device)
     watch.warm_up()
     return quartiles([watch.sample()[0] for _ in range(5)])[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import __main__ as cli
-from bench import cases, peers, plots, report, runner
+from bench import cases, memory, peers, plots, report, runner, timing
 from bench.case import Case, Contestant, Unavailable, error_against
 
 ROOT = Path(__file__).parents[1]
@@ -40,8 +40,9 @@ def _case(*contestants, **options):
 
 
 def _run(*contestants, **options):
-    said = []
-    rows = runner.run_case(_case(*contestants, **options), CPU, 0.05, said.append)
+    case = _case(*contestants, **options)
+    rows = runner.new_rows(case)
+    runner.run_case(case, rows, CPU, 0.05, lambda text: None)
     return {r["contestant"]: r for r in rows}
 
 
@@ -64,7 +65,7 @@ def test_a_right_contestant_is_timed_and_every_failure_keeps_its_row_and_reason(
     )
     ours = rows["ours"]
     assert ours["status"] == "ok"
-    assert ours["samples"] >= runner.FEWEST
+    assert ours["samples"] >= timing.FEWEST
     assert 0 < ours["low"] <= ours["seconds"] <= ours["high"]
     assert rows["wrong"]["status"] == "wrong"
     assert len(calls) == 1  # checked once, never timed
@@ -129,7 +130,7 @@ def test_cases_have_distinct_names_and_ours_first(device, size):
         assert len(set(names)) == len(names)
         assert case.input_bytes > 0
         others = [n for n in names if not n.startswith(("ours", "eager", "compile"))]
-        assert {cli.package(n) for n in others} <= set(peers.NAMES)
+        assert {n.split()[0] for n in others} <= set(peers.NAMES)
 
 
 def test_the_large_case_needs_64_bit_offsets():
@@ -178,9 +179,9 @@ def test_sweeps_and_headline_cases_are_drawn(tmp_path):
     rows = []
     for at in (256, 1024):
         case = _case(Contestant("ours", None), Contestant("eager", None), sweep=("N", at))
-        rows += [runner.new_row(case, c) | timed | {"seconds": at * 1e-6} for c in case.contestants]
+        rows += [row | timed | {"seconds": at * 1e-6} for row in runner.new_rows(case)]
     case = _case(Contestant("ours", None), Contestant("eager", None), headline=True)
-    rows += [runner.new_row(case, c) | timed | {"seconds": 2e-3} for c in case.contestants]
+    rows += [row | timed | {"seconds": 2e-3} for row in runner.new_rows(case)]
     result = {"rows": rows, "ceiling": {"copy": 1e10}, "machine": {"device": "a machine"}}
     paths = plots.draw([result], tmp_path, "cpu")
     assert [p.name for p in paths] == ["cpu-scaling-double.png", "cpu-summary.png"]
@@ -189,11 +190,11 @@ def test_sweeps_and_headline_cases_are_drawn(tmp_path):
 
 def test_peak_memory_is_measured_in_a_fresh_process():
     (case,) = [c for c in cases.build(["hidden"], CPU, "small") if "forward+" in c.name][:1]
-    found = runner.measure_memory([case.key], "eager", ["small", "hidden"])
+    found = memory.in_fresh_process("hidden", "eager", [case.key])
     # The fp32 logits [128, 2048] and their gradient are there at once; a process is 100 times that.
     assert 2 * 128 * 2048 * 4 < found[case.key] < 64 * 128 * 2048 * 4
-    missing = runner.measure_memory([case.key], "nobody", ["small", "hidden"])
-    assert "message" in missing
+    broken = memory.in_fresh_process("nonsense", "eager", [case.key])
+    assert "nonsense" in broken["message"]
 
 
 # ------------------------------------------------------------------------- figures in the README

@@ -31,6 +31,14 @@ struct LossHas {
   bool values, entropy, ref, rollout;
 };
 
+// The vector at p, with the one that the next tile has in its place on the way to the cache: loops
+// this short end before the hardware sees a pattern.
+template <class Real>
+PPO_INLINE Vec<Real> fetch(const Real* p) {
+  __builtin_prefetch(p + TILE, 0, 2);
+  return load(p);
+}
+
 // Calls body(j, weight, coef, valid) for every vector of a tile.
 template <class Real, class Body>
 PPO_INLINE void for_vectors(const Tile<Real>& t, const Body& body) {
@@ -43,14 +51,13 @@ PPO_INLINE void for_vectors(const Tile<Real>& t, const Body& body) {
 
 template <class V>
 PPO_INLINE V clamp(V x) {
-  const V low = x < V{} - LOG_RATIO_CLAMP ? V{} - LOG_RATIO_CLAMP : x;
-  return low > V{} + LOG_RATIO_CLAMP ? V{} + LOG_RATIO_CLAMP : low;
+  return min(max(x, V{} - LOG_RATIO_CLAMP), V{} + LOG_RATIO_CLAMP);
 }
 
 // Whether clamp(x) is constant around x.
 template <class V>
 PPO_INLINE auto outside(V x) {
-  return (x < V{} - LOG_RATIO_CLAMP) | (x > V{} + LOG_RATIO_CLAMP);
+  return x * x > LOG_RATIO_CLAMP * LOG_RATIO_CLAMP;
 }
 
 // e^x and e^x - 1 - x for clamped x. With x = n ln2 + r, e^r = 1 + r + r^2 p(r): for n = 0, where
@@ -96,8 +103,8 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
   V policy = {}, approx_kl = {}, policy_kl = {}, clip_high = {}, clip_low = {}, sum_ratio = {};
   V ratio_max = {};
   for_vectors(t, [&](int64_t j, V weight, V c, auto valid) __attribute__((always_inline)) {
-    const V logp = valid ? load(t.logp + j) : zero, old = valid ? load(t.old + j) : zero;
-    V a = load(t.adv + j);
+    const V logp = valid ? fetch(t.logp + j) : zero, old = valid ? fetch(t.old + j) : zero;
+    V a = fetch(t.adv + j);
     if (o.whiten) a = whitened(a, o);
     a = valid ? a : zero;
     const V log_ratio = logp - old, d = clamp(log_ratio);
@@ -120,8 +127,8 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
     V scale = c;
     if (has.rollout) {
       V w, unused;
-      exp_and_rest(clamp(old - (valid ? load(t.rollout + j) : zero)), w, unused);
-      scale *= w > cap ? cap : w;
+      exp_and_rest(clamp(old - (valid ? fetch(t.rollout + j) : zero)), w, unused);
+      scale *= min(w, cap);
     }
     store(t.d_logp + j, scale * grad);
     policy += scale * loss;
@@ -136,8 +143,8 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
   sums.clip_high += sum_lanes(clip_high);
   sums.clip_low += sum_lanes(clip_low);
   sums.ratio += sum_lanes(sum_ratio);
-  for (int i = 0; i < LANES<V>; ++i)
-    sums.ratio_max = larger<double>(sums.ratio_max, ratio_max[i]);
+  const Real top = fold_lanes(ratio_max, [](auto x, auto y) { return larger(x, y); });
+  sums.ratio_max = larger<double>(sums.ratio_max, top);
 }
 
 // Adds its share to d_logp.
@@ -147,7 +154,7 @@ void kl_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
   const V coef = V{} + Real(o.kl_coef), one = V{} + 1, zero = {};
   V sum = {};
   for_vectors(t, [&](int64_t j, V, V c, auto valid) __attribute__((always_inline)) {
-    const V d = valid ? load(t.logp + j) - load(t.ref + j) : zero;
+    const V d = valid ? load(t.logp + j) - fetch(t.ref + j) : zero;
     V value = d, grad = d;
     if (kind == Kl::k1) grad = one;
     if (kind == Kl::k2) value = d * d * Real(0.5);
@@ -173,9 +180,9 @@ void value_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
   const V range = V{} + Real(o.value_range), coef = V{} + Real(o.vf_coef), zero = {};
   V sum = {}, clip = {};
   for_vectors(t, [&](int64_t j, V weight, V c, auto valid) __attribute__((always_inline)) {
-    const V v = valid ? load(t.values + j) : zero, ret = valid ? load(t.returns + j) : zero;
-    const V old = valid ? load(t.old_values + j) : zero, low = old - range, high = old + range;
-    const V inside = v < low ? low : (v > high ? high : v);
+    const V v = valid ? fetch(t.values + j) : zero, ret = valid ? fetch(t.returns + j) : zero;
+    const V old = valid ? fetch(t.old_values + j) : zero, low = old - range, high = old + range;
+    const V inside = min(max(v, low), high);
     const V error = v - ret, other = inside - ret;
     const auto stop = other * other > error * error;
     sum += c * Real(0.5) * (stop ? other * other : error * error);
@@ -189,10 +196,11 @@ void value_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
 template <class Real>
 void entropy_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
   typedef Vec<Real> V;
+  const V coef = V{} - Real(o.ent_coef);
   V sum = {};
   for_vectors(t, [&](int64_t j, V, V c, auto valid) __attribute__((always_inline)) {
-    sum += c * (valid ? load(t.entropy + j) : V{});
-    store(t.d_entropy + j, c * Real(-o.ent_coef));
+    sum += c * (valid ? fetch(t.entropy + j) : V{});
+    store(t.d_entropy + j, c * coef);
   });
   sums.entropy += sum_lanes(sum);
 }

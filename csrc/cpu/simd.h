@@ -56,7 +56,7 @@ struct Compute<double> {
   typedef F64 Vec;
 };
 template <class Vec>
-constexpr int LANES = PPO_BYTES / sizeof(Vec{}[0]);
+constexpr int LANES = sizeof(Vec) / sizeof(Vec{}[0]);
 
 // --------------------------------------------------------------------------- arithmetic
 
@@ -73,11 +73,23 @@ PPO_INLINE F32 fma(F32 a, F32 b, F32 c) {
 }
 PPO_INLINE F64 fma(F64 a, F64 b, F64 c) { return a * b + c; }
 
-// The larger; a if either is NaN.
-template <class Vec>
-PPO_INLINE Vec max(Vec a, Vec b) {
+// The larger and the smaller; a if either is NaN, as x86 has it with the operands exchanged.
+PPO_INLINE F32 max(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_max_ps((__m512)b, (__m512)a);
+#else
   return b > a ? b : a;
+#endif
 }
+PPO_INLINE F64 max(F64 a, F64 b) { return b > a ? b : a; }
+PPO_INLINE F32 min(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_min_ps((__m512)b, (__m512)a);
+#else
+  return b < a ? b : a;
+#endif
+}
+PPO_INLINE F64 min(F64 a, F64 b) { return b < a ? b : a; }
 
 template <class Vec>
 PPO_INLINE auto max_lane(Vec v) {
@@ -86,11 +98,22 @@ PPO_INLINE auto max_lane(Vec v) {
   return m;
 }
 
+// op over all lanes, halves first: lane i with lane i + half.
+template <class Vec, class Op>
+PPO_INLINE auto fold_lanes(Vec v, const Op& op) {
+  if constexpr (LANES<Vec> == 1) {
+    return v[0];
+  } else {
+    typedef __typeof__(Vec{}[0] + 0) Half __attribute__((vector_size(sizeof(Vec) / 2)));
+    Half halves[2];
+    memcpy(halves, &v, sizeof v);
+    return fold_lanes(op(halves[0], halves[1]), op);
+  }
+}
+
 template <class Vec>
 PPO_INLINE auto sum_lanes(Vec v) {
-  for (int half = LANES<Vec> / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0];
+  return fold_lanes(v, [](auto a, auto b) { return a + b; });
 }
 
 // Whether any lane of a comparison is true.

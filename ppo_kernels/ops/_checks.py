@@ -4,7 +4,6 @@ Only shapes, dtypes, devices and Python numbers are looked at, never a tensor's 
 synchronises with the device to validate.
 """
 
-from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
@@ -15,11 +14,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32)
 
 
-def tensor(name: str, x: Any, dtypes: Iterable[torch.dtype] | None = None) -> Tensor:
+def tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensor:
     """x is a tensor of one of `dtypes`, or a TypeError that names it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if dtypes is not None and x.dtype not in tuple(dtypes):
+    if dtypes is not None and x.dtype not in dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise TypeError(f"{name} must have dtype {names}, got {str(x.dtype)[6:]}")
     return x
@@ -27,7 +26,7 @@ def tensor(name: str, x: Any, dtypes: Iterable[torch.dtype] | None = None) -> Te
 
 def shape(name: str, x: Tensor, expected: tuple[int, ...], like: str) -> None:
     """x has the shape `expected`, which is the shape of `like`."""
-    if tuple(x.shape) != tuple(expected):
+    if x.shape != expected:
         raise ValueError(
             f"{name} must have shape {tuple(expected)} like {like}, got {tuple(x.shape)}"
         )
@@ -43,19 +42,22 @@ def like(
     x: Any,
     other: Tensor,
     other_name: str,
-    dtypes: Iterable[torch.dtype] | None = FLOATS,
+    dtypes: tuple[torch.dtype, ...] | None = FLOATS,
 ) -> None:
     """x is a tensor with the shape and device of `other`."""
     tensor(name, x, dtypes)
-    shape(name, x, tuple(other.shape), other_name)
-    same_device(name, x, other.device, other_name)
+    if x.shape != other.shape:
+        shape(name, x, other.shape, other_name)
+    if x.device != other.device:
+        same_device(name, x, other.device, other_name)
 
 
 def number(
     name: str, x: Any, low: float | None = None, high: float | None = None, above: bool = False
 ) -> float:
     """x is a finite real number in [low, high] (above: in (low, high])."""
-    if isinstance(x, bool) or not isinstance(x, Real):
+    # Real is an abstract class: asking it takes longer than all the rest.
+    if type(x) is not float and (isinstance(x, bool) or not isinstance(x, Real)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
     x = float(x)
     below = low is not None and (x <= low if above else x < low)

@@ -5,22 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_kernels.ops._library import define
-
-
-def _scale(x: Tensor, factor: Tensor) -> None:
-    # On the CPU looking at a number costs nothing, and loss.backward() scales by 1.
-    if factor.device.type != "cpu" or factor.item() != 1:
-        x.mul_(factor)
-
-
-def _scale_fake(x: Tensor, factor: Tensor) -> None:
-    return None
-
-
-# x *= factor, a 0-d fp32 tensor (fp64 for fp64 x); where it is 1, x is not even read.
-define("scale_(Tensor(a!) x, Tensor factor) -> ()", _scale, _scale_fake)
-
 
 class _WithGradients(torch.autograd.Function):
     """The identity on loss, whose gradients for the other inputs are already known."""
@@ -48,17 +32,18 @@ class _WithGradients(torch.autograd.Function):
             ctx.consumed = True
         # Second tensors of this size only where the first are needed once more.
         keep = compiling or (not ctx.once and _keeps_graph())
-        found = []
+        as_it_is = not keep and _is_one(grad)
+        found: list[Tensor | None] = []
         for d, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[3:]):
-            found.append(_scaled(d, grad, keep).to(dtype) if need else None)
-        return None, None, None, *found, *(None for _ in ctx.dtypes)
+            if need and not as_it_is:
+                d = d * grad if keep else d.mul_(grad)
+            found.append(d.to(dtype) if need else None)
+        return None, None, None, *found, *(None for _ in found)
 
 
-def _scaled(d: Tensor, grad: Tensor, keep: bool) -> Tensor:
-    if keep:
-        return d * grad
-    torch.ops.ppo_kernels.scale_(d, grad)
-    return d
+def _is_one(grad: Tensor) -> bool:
+    """Whether loss.backward() asks: on the CPU a look is free. A tracer's tensor has no value."""
+    return type(grad) is Tensor and grad.device.type == "cpu" and grad.item() == 1
 
 
 def _keeps_graph() -> bool:

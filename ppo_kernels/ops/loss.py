@@ -345,6 +345,9 @@ def loss_terms(options: dict[str, Any], logprobs: Tensor) -> list[Any]:
     terms["kl_kind"] = terms["kl_penalty"]
     normalizer = terms["normalizer"]
     terms["denominator"] = None
+    if normalizer is not None and torch.compiler.is_compiling():
+        # A number would be a constant of the graph, and every other number another graph.
+        normalizer = torch.zeros((), dtype=torch.float64, device=logprobs.device) + normalizer
     if isinstance(normalizer, Tensor):
         terms["normalizer"] = normalizer.double()
     else:

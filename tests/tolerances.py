@@ -6,6 +6,8 @@ FP64 = {"rtol": 1e-10, "atol": 1e-10}
 LITERAL = {"rtol": 0.0, "atol": 1e-12}
 # fp32 kernels against fp64: sums of up to a few thousand terms of order one.
 FP32 = {"rtol": 1e-5, "atol": 1e-5}
+# A mean of small terms, none of which cancels: relative only.
+FP32_RELATIVE = {"rtol": 1e-5, "atol": 0.0}
 # bf16 output rounded once: half a unit of 2^-8.
 BF16_OUT = {"rtol": 2**-8, "atol": 1e-5}
 # Triton's interpreter truncates fp32 -> bf16 instead of rounding: a whole unit of 2^-7.

@@ -63,7 +63,9 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 
         add_config_flags(train)
 
-    commands.add_parser("bench", help="run the repository's benchmarks; takes their flags")
+    commands.add_parser(
+        "bench", help="run the repository's benchmarks; takes their flags", add_help=False
+    )
     commands.add_parser("info", help="which kernels are active, and why")
     return parser
 
@@ -113,7 +115,14 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
             f"there is no bench/ in {root}: the benchmarks are in the repository, not in the "
             "installed package; clone it and run `make bench` there"
         )
-    return subprocess.call([sys.executable, "-m", "bench", *rest], cwd=root)
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command, environment = [sys.executable, "-m", "bench", *rest], os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue  # the benchmark has got it too, and prints what it has measured
 
 
 def _info(args: argparse.Namespace, rest: list[str]) -> int:

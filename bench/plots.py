@@ -105,7 +105,7 @@ def _lines(
 def _summary(plt: Any, bars: list[tuple[str, list[Row]]], device: str, path: Path) -> None:
     """How many times as long as ours each contestant takes, on a logarithmic axis."""
     fig, ax = plt.subplots(figsize=(8, 0.4 + sum(0.22 * len(rows) + 0.35 for _, rows in bars)))
-    colors = palette([row for _, rows in bars for row in rows])
+    colors = palette([row for _, rows in bars for row in rows if "seconds" in row])
     y, ticks, labels = 0.0, [], []
     for title, rows in bars:
         base = base_of(rows)

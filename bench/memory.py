@@ -18,6 +18,7 @@ import torch
 
 from bench import cases
 from bench.case import Case, Contestant
+from bench.machine import ROOT
 from bench.runner import Report, Row, failure
 
 TIMEOUT = 400
@@ -50,7 +51,7 @@ def in_fresh_process(op: str, contestant: str, keys: list[str]) -> dict[str, Any
     command = [sys.executable, "-m", "bench.memory", op, contestant, *keys]
     found: dict[str, Any] = {}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=ROOT)
         output = done.stdout
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

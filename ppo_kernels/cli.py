@@ -115,9 +115,9 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
             f"there is no bench/ in {root}: the benchmarks are in the repository, not in the "
             "installed package; clone it and run `make bench` there"
         )
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command, environment = [sys.executable, "-m", "bench", *rest], os.environ | {"PYTHONPATH": path}
-    with subprocess.Popen(command, env=environment) as process:
+    # Not -m: a folder called bench may lie where the user is.
+    code = f"import sys; sys.path[0] = {str(root)!r}; from bench.__main__ import main; exit(main())"
+    with subprocess.Popen([sys.executable, "-c", code, *rest]) as process:
         while True:
             try:
                 return process.wait()

@@ -256,9 +256,10 @@ def test_bench_passes_its_flags_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "__main__.py").write_text("import sys; print('got', sys.argv[1:])")
+    fake = "import sys\ndef main():\n    print('got', sys.argv[1:])\n    return 3\n"
+    (tmp_path / "bench" / "__main__.py").write_text(fake)
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "ppo_kernels" / "cli.py"))
-    assert cli.main(["bench", "--op", "gae", "x"]) == 0
+    assert cli.main(["bench", "--op", "gae", "x"]) == 3
     assert "got ['--op', 'gae', 'x']" in capfd.readouterr().out
 
 

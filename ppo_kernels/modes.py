@@ -1,6 +1,7 @@
-"""A model run as inference needs it (dropout off, another adapter active), then as it was."""
+"""A model run in another mode (dropout off, another adapter active), then as it was."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,16 +47,53 @@ def adapter_is_fresh(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def adapter(model: Any, name: str) -> Iterator[None]:
-    """The peft model with adapter `name` ("base": none) active, then as it was."""
-    active, flags = model.active_adapter, {p: p.requires_grad for p in model.parameters()}
+def adapter(model: nn.Module, name: str | None) -> Iterator[None]:
+    """peft's adapter `name` active inside the model ("base": none is), then all as it was.
+
+    None: nothing is done.
+    """
+    if name is None:
+        yield
+        return
+    peft = peft_model(model)
+    active, flags = peft.active_adapter, {p: p.requires_grad for p in peft.parameters()}
     try:
-        with model.disable_adapter() if name == "base" else contextlib.nullcontext():
+        with peft.disable_adapter() if name == "base" else contextlib.nullcontext():
             if name != "base":
-                model.set_adapter(name)
+                peft.set_adapter(name)
             yield
     finally:
         if name != "base":
-            model.set_adapter(active)
+            peft.set_adapter(active)
         for p, requires_grad in flags.items():  # peft sets these at every switch
             p.requires_grad_(requires_grad)
+
+
+def reference_policy(
+    model: nn.Module, ref_model: nn.Module | None, adapter: str | None
+) -> tuple[nn.Module, str | None]:
+    """(module, adapter) of the policy that training starts from, as PPOTrainer is told it.
+
+    That is ref_model, or another adapter of the model ("base": none), or else a frozen clone.
+    """
+    if ref_model is model:
+        raise ValueError("ref_model is the model being trained; leave it None to clone that")
+    peft = peft_model(model)
+    if adapter is not None and (peft is None or ref_model is not None):
+        raise ValueError("reference names an adapter of a peft model, without a ref_model")
+    names = ["base", *(peft.peft_config if peft is not None else ())]
+    if adapter not in (None, *names):
+        raise ValueError(f"reference must be one of {', '.join(names)}; got {adapter!r}")
+    if ref_model is not None:
+        return ref_model, None
+    if peft is None:
+        policy = getattr(model, "policy", getattr(model, "pretrained_model", model))
+        return copy.deepcopy(policy).requires_grad_(False), None
+    if adapter is None and not adapter_is_fresh(peft):
+        raise ValueError(
+            "reference: the adapter of model already changes it, so the model with the adapter "
+            "disabled is not the policy that training starts from. Give a ref_model, "
+            "reference='<name>' of a second adapter with the same weights, or reference='base' if "
+            "the base model is meant"
+        )
+    return model, adapter or "base"

@@ -1,7 +1,6 @@
 """PPOConfig: every setting of the trainer, validated when it is made."""
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,21 @@ from ppo_kernels.ops._checks import choice, number
 KL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs", "full": "full"}
 KL_KINDS |= {"k1": "k1", "k2": "k2", "k3": "k3"}
 AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-divisor")
+CHOICES = {
+    "kl_penalty": tuple(KL_KINDS),
+    "kl_placement": ("token", "terminal_mean"),
+    "kl_unit": ("sequence", "token"),
+    "loss_agg_mode": AGG_MODES,
+}
+# Numbers are finite and >= 0, integers >= 1, but for these: (low, high, low itself excluded).
+POSITIVE = (0, None, True)
+RANGES = {
+    **{"gamma": (0, 1), "lam": (0, 1), "dual_clip": (1, None, True)},
+    **dict.fromkeys(("critic_warmup_steps", "seed"), (0,)),
+    **dict.fromkeys(("target", "horizon", "target_kl", "temperature"), POSITIVE),
+    **dict.fromkeys(("max_grad_norm", "score_clip", "cliprange_value"), POSITIVE),
+    **dict.fromkeys(("loss_divisor", "rollout_is_cap", "ratio_threshold"), POSITIVE),
+}
 # What other trainers call it -> what it is called here.
 RENAMED = {
     "forward_batch_size": "micro_batch_size",
@@ -90,39 +104,17 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None and "None" in str(field.type):
-                continue
-            if field.type is bool:
-                if not isinstance(value, bool):
-                    raise TypeError(f"{field.name} must be True or False, got {value!r}")
-            elif field.type in (int, int | None):
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise TypeError(f"{field.name} must be an integer, got {value!r}")
-                low = 0 if field.name in ("critic_warmup_steps", "seed") else 1
-                number(field.name, value, low)
-            elif field.type in (float, float | None):
-                low, high, above = _RANGES.get(field.name, (0, None, False))
-                number(field.name, value, low, high, above)
-        choice("kl_penalty", self.kl_penalty, tuple(KL_KINDS))
-        choice("kl_placement", self.kl_placement, ("token", "terminal_mean"))
-        choice("kl_unit", self.kl_unit, ("sequence", "token"))
-        choice("loss_agg_mode", self.loss_agg_mode, AGG_MODES)
-        self._check_consistent()
-
-    def _check_consistent(self) -> None:
-        sizes = ("micro_batch_size", "mini_batch_size", "batch_size")
-        for small, large in itertools.pairwise(sizes):
-            a, b = getattr(self, small), getattr(self, large)
-            if a is not None and a > b:
-                raise ValueError(f"{small} must be <= {large} = {b}, got {a}")
+            _check(field.name, field.type, getattr(self, field.name))
+        for small, large in (("micro", "mini_batch_size"), ("mini", "batch_size")):
+            size, most = getattr(self, f"{small}_batch_size") or 1, getattr(self, large)
+            if size > most:
+                raise ValueError(f"{small}_batch_size must be <= {large} = {most}, got {size}")
         if self.use_score_norm and not self.use_score_scaling:
             raise ValueError("use_score_norm=True needs use_score_scaling=True, got False")
-        mode, divisor = self.loss_agg_mode, self.loss_divisor
-        if (mode == "constant-divisor") != (divisor is not None):
+        if (self.loss_agg_mode == "constant-divisor") != (self.loss_divisor is not None):
             raise ValueError(
-                f"loss_divisor={divisor} with loss_agg_mode={mode!r}: 'constant-divisor' needs it, "
-                "the other modes take none"
+                f"loss_divisor={self.loss_divisor} with loss_agg_mode={self.loss_agg_mode!r}: "
+                "'constant-divisor' needs it, the other modes take none"
             )
         if self.kl_loss_coef and self.init_kl_coef:
             raise ValueError(
@@ -141,11 +133,17 @@ class PPOConfig:
         return cls(**fields)
 
 
-# (low, high, whether low itself is excluded) of numbers that may not be just anything >= 0.
-_POSITIVE = (0, None, True)
-_RANGES = {
-    **{"gamma": (0, 1, False), "lam": (0, 1, False), "dual_clip": (1, None, True)},
-    **dict.fromkeys(("target", "horizon", "target_kl", "temperature"), _POSITIVE),
-    **dict.fromkeys(("max_grad_norm", "score_clip", "cliprange_value"), _POSITIVE),
-    **dict.fromkeys(("loss_divisor", "rollout_is_cap", "ratio_threshold"), _POSITIVE),
-}
+def _check(name: str, kind: Any, value: Any) -> None:
+    """value is of the field's type, and in its range."""
+    if value is None and "None" in str(kind):
+        return
+    if kind is str:
+        choice(name, value, CHOICES[name])
+    elif kind is bool and not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    elif kind in (int, int | None):
+        if type(value) is not int:
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        number(name, value, *RANGES.get(name, (1,)))
+    elif kind is not bool:
+        number(name, value, *RANGES.get(name, (0,)))

@@ -1,4 +1,4 @@
-"""KL controllers and running score moments: the trainer's state besides models and optimizer."""
+"""What the trainer learns besides weights: the KL coefficient, and the scale of the scores."""
 
 import math
 import warnings
@@ -16,7 +16,23 @@ MIN_FACTOR = 0.1
 MIN_STD = 1e-8
 
 
-class AdaptiveKLController:
+class FixedKLController:
+    """beta stays what it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = number("kl_coef", kl_coef, 0)
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Nothing to do."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController(FixedKLController):
     """`beta *= max(1 + clip(kl / target - 1, -0.2, 0.2) n / horizon, 0.1)`.
 
     Ziegler et al. 2019, section 2.2; TRL without the last max. kl must have the unit of target:
@@ -42,22 +58,6 @@ class AdaptiveKLController:
         error = min(max(current / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
         self.value *= max(1 + error * n_steps / self.horizon, MIN_FACTOR)
 
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = float(state["value"])
-
-
-class FixedKLController(AdaptiveKLController):
-    """beta stays what it is."""
-
-    def __init__(self, kl_coef: float) -> None:
-        self.value = number("kl_coef", kl_coef, 0)
-
-    def update(self, current: float, n_steps: int) -> None:
-        """Nothing to do."""
-
 
 class RunningMoments:
     """Mean and unbiased std of every score seen, in fp64 (Chan's parallel update, as in TRL)."""
@@ -74,24 +74,20 @@ class RunningMoments:
 
     def merge(self, count: float, mean: float, m2: float) -> None:
         """Take in count scores of this mean and sum of squared deviations m2."""
-        if not count:
-            return
-        total = self.count + count
-        delta = mean - self.mean
-        self.m2 += m2 + delta**2 * self.count * count / total
-        self.mean += delta * count / total
-        self.count = total
+        if count:
+            total, delta = self.count + count, mean - self.mean
+            self.m2 += m2 + delta**2 * self.count * count / total
+            self.mean += delta * count / total
+            self.count = total
 
     @property
     def std(self) -> float:
         """Unbiased; 1.0, which scales nothing, while there are fewer than two different scores."""
-        if self.count < 2:
-            return 1.0
-        std = math.sqrt(self.m2 / (self.count - 1))
+        std = math.sqrt(self.m2 / max(self.count - 1, 1))
         return std if std > MIN_STD else 1.0
 
     def state_dict(self) -> dict[str, float]:
-        return {"count": self.count, "mean": self.mean, "m2": self.m2}
+        return vars(self).copy()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.count, self.mean, self.m2 = (float(state[k]) for k in ("count", "mean", "m2"))

@@ -1,74 +1,86 @@
-"""Log-probs, entropies and values of a batch's response tokens."""
+"""Log-probs, entropies and values of a batch's response tokens, by one forward of any model."""
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ppo_kernels import logprobs_from_hidden, logprobs_from_logits, reference
+from ppo_kernels import logprobs_from_hidden, logprobs_from_logits, modes
 from ppo_kernels.models import LMHead, hidden_states, lm_head
+from ppo_kernels.reference import CHUNK_ELEMENTS, upcast
 from ppo_kernels.trainer.rollout import Batch
 
 
 class States(NamedTuple):
-    """Per response token, x [n, ..]: hidden states of head, or logits and None. values [B, L]."""
+    """What n response tokens are chosen by: hidden states x [n, H] for `head`, or logits x [n, V].
+
+    values [B, L] are those of all positions, None if they were not asked for.
+    """
 
     x: Tensor
     head: LMHead | None
     values: Tensor | None
 
+    def logprobs(self, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropy) [n] fp32; [n, V] logits exist only where there is no head to read."""
+        options = {"temperature": temperature, "return_entropy": True}
+        if self.head is None:
+            return logprobs_from_logits(self.x, labels, **options)
+        weight = self.head.weight
+        options |= self.head.kwargs()
+        return logprobs_from_hidden(self.x.to(weight.dtype), weight, labels, **options)
 
-def head_is_readable(model: nn.Module) -> bool:
-    try:
-        lm_head(model)
-    except ValueError:
-        return False
-    return True
+    def log_softmax(self, rows: slice, temperature: float) -> Tensor:
+        z = self.x[rows] if self.head is None else self.head.logits(self.x[rows])
+        return (upcast(z) / temperature).log_softmax(-1)
 
 
-def action_states(
-    model: nn.Module, batch: Batch, readable: bool, with_values: bool, bf16: bool
-) -> States:
-    """One forward: of a model whose head is readable, or that returns (logits, .., values)."""
-    inputs, head, values = batch.inputs(), None, None
-    with torch.autocast(batch.at.device.type, torch.bfloat16, enabled=bf16):
-        if readable:
-            inputs.pop("position_ids", None)  # counted from attention_mask where they are taken
-            if with_values:
-                x, values, _ = model(**inputs)
+class Reader:
+    """Asks a model for States: any LM; for values, one of ppo_kernels.models or any module whose
+    forward returns (logits, .., values). adapter: what peft is switched to for that time.
+    """
+
+    def __init__(self, model: nn.Module, bf16: bool, adapter: str | None = None) -> None:
+        self.model, self.bf16, self.adapter = model, bf16, adapter
+        try:
+            lm_head(model)
+            self.has_head = True
+        except ValueError:
+            self.has_head = False
+
+    def __call__(self, batch: Batch, with_values: bool = False) -> States:
+        inputs, head, values = batch.inputs(), None, None
+        autocast = torch.autocast(batch.at.device.type, torch.bfloat16, enabled=self.bf16)
+        with autocast, modes.adapter(self.model, self.adapter):
+            if not self.has_head:
+                out = self.model(**inputs)
+                x, values = out.logits if hasattr(out, "logits") else out[0], out[-1]
             else:
-                x = hidden_states(model, **inputs)
-            head = lm_head(model)
-        else:
-            out = model(**inputs)
-            x = out.logits if hasattr(out, "logits") else out[0]
-            values = out[-1].reshape(batch.input_ids.shape) if with_values else None
-    x = x.flatten(0, 1).index_select(0, batch.at)
-    return States(x, head, None if values is None else reference.upcast(values))
+                inputs.pop("position_ids", None)  # counted from attention_mask where they are taken
+                if with_values:
+                    x, values, _ = self.model(**inputs)
+                else:
+                    x = hidden_states(self.model, **inputs)
+                head = self._head()
+        x = x.flatten(0, 1).index_select(0, batch.at)
+        values = upcast(values.reshape(batch.input_ids.shape)) if with_values else None
+        return States(x, head, values)
 
-
-def token_logprobs(
-    states: States, labels: Tensor, temperature: float, bf16: bool
-) -> tuple[Tensor, Tensor]:
-    """(logprobs, entropy) [n] fp32; [n, V] logits exist only where there is no head to read."""
-    x, head, _ = states
-    options = {"temperature": temperature, "return_entropy": True}
-    if head is None:
-        return logprobs_from_logits(x, labels, **options)
-    dtype = torch.bfloat16 if bf16 else head.weight.dtype
-    options |= head.kwargs()
-    options["bias"] = None if head.bias is None else head.bias.to(dtype)
-    return logprobs_from_hidden(x.to(dtype), head.weight.to(dtype), labels, **options)
+    def _head(self) -> LMHead:
+        head = lm_head(self.model)
+        dtype = torch.bfloat16 if self.bf16 else head.weight.dtype
+        bias = None if head.bias is None else head.bias.to(dtype)
+        return dataclasses.replace(head, weight=head.weight.to(dtype), bias=bias)
 
 
 @torch.no_grad()
 def full_kl(policy: States, ref: States, temperature: float) -> Tensor:
     """[n]: `sum_v p_v (ln p_v - ln q_v)`; at most about 64 MB of logits at a time."""
-    V = policy.x.shape[-1] if policy.head is None else policy.head.weight.shape[0]
-    rows = max(1, reference.CHUNK_ELEMENTS // V)
-    kl = reference.upcast(policy.x.new_zeros(0))
-    for p, q in zip(policy.x.split(rows), ref.x.split(rows)):
-        p, q = policy.head.logits(p) if policy.head else p, ref.head.logits(q) if ref.head else q
-        p, q = ((reference.upcast(z) / temperature).log_softmax(-1) for z in (p, q))
-        kl = torch.cat([kl, torch.where(p > -torch.inf, p.exp() * (p - q), 0).sum(-1)])
-    return kl
+    n, V = len(policy.x), policy.x.shape[-1] if policy.head is None else len(policy.head.weight)
+    step = max(1, CHUNK_ELEMENTS // V)
+    parts = [upcast(policy.x.new_zeros(0))]
+    for rows in (slice(start, start + step) for start in range(0, n, step)):
+        p, q = (states.log_softmax(rows, temperature) for states in (policy, ref))
+        parts.append(torch.where(p > -torch.inf, p.exp() * (p - q), 0).sum(-1))
+    return torch.cat(parts)

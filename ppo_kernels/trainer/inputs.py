@@ -24,14 +24,17 @@ class Inputs(NamedTuple):
 
 
 class InputChecker:
-    """The limits of one model and configuration. Errors name argument and row; nothing changes."""
+    """The limits of one model and configuration. Errors name argument and row; nothing changes.
+
+    start: the start token of a seq2seq model. It is no action: a response may begin with it or
+    not, and loses it here, together with its entry in lists that have one per token.
+    """
 
     def __init__(self, cfg: PPOConfig, model_config: Any, eos_ids: list[int], start: int | None):
-        self.cfg, self.start_token_id = cfg, start
-        self.eos = torch.tensor(eos_ids, dtype=torch.int64)
+        self.cfg, self.start, self.eos = cfg, start, torch.tensor(eos_ids, dtype=torch.int64)
         self.vocab_size = getattr(model_config, "vocab_size", None)
         length = getattr(model_config, "max_position_embeddings", None) or 0
-        self.max_length = length if start is None and length > 0 else None
+        self.max_length = length if start is None and length > 0 else math.inf
 
     def __call__(
         self,
@@ -43,35 +46,53 @@ class InputChecker:
         token_scores: Sequence[Tensor] | None = None,
         rollout_logprobs: Sequence[Tensor] | None = None,
     ) -> Inputs:
-        lists = {"responses": responses, "scores": scores, "response_masks": response_masks}
-        lists |= {"truncated": truncated, "token_scores": token_scores}
         B, most = len(queries), self.cfg.batch_size
-        for name, x in (lists | {"rollout_logprobs": rollout_logprobs}).items():
+        columns = {"responses": responses, "scores": scores, "response_masks": response_masks}
+        columns |= {"truncated": truncated, "token_scores": token_scores}
+        columns |= {"rollout_logprobs": rollout_logprobs}
+        for name, x in columns.items():
             if x is not None and len(x) != B:
                 raise ValueError(f"{name} must have one entry per query, {B}, got {len(x)}")
         if most < B:
             raise ValueError(f"queries must be at most batch_size = {most}, got {B}")
         if self.cfg.rollout_is_cap is not None and rollout_logprobs is None:
             raise ValueError("rollout_is_cap needs rollout_logprobs, got None")
-        queries = [self.ids(f"queries[{i}]", q) for i, q in enumerate(queries)]
-        responses = [self._response(i, q, r) for i, (q, r) in enumerate(zip(queries, responses))]
-        pairs = [self._score(i, s, len(r)) for i, (s, r) in enumerate(zip(scores, responses))]
-        extra = _per_token("token_scores", token_scores, responses, 0.0)
-        behaviour = _per_token("rollout_logprobs", rollout_logprobs, responses, math.nan)
-        skip = 0 if self.start_token_id is None else 1  # the start token is no action
-        none = torch.empty(0)
-        finished = [bool(torch.isin(r[skip:], self.eos).any()) for r in responses]
-        truncated = [not f for f in finished] if truncated is None else map(bool, truncated)
-        return Inputs(
-            queries,
-            responses,
-            masks=_per_token("response_masks", response_masks, responses, 1.0),
-            scores=torch.tensor([score for score, _ in pairs], dtype=torch.float64),
-            token_scores=torch.cat([none, *((a + b)[skip:] for (_, a), b in zip(pairs, extra))]),
-            rollout_logprobs=torch.cat([none, *(x[skip:] for x in behaviour)]),
-            finished=torch.tensor(finished, dtype=torch.bool),
-            truncated=torch.tensor(list(truncated), dtype=torch.bool),
+        given = zip(queries, *([None] * B if x is None else x for x in columns.values()))
+        rows = [self._row(i, *row) for i, row in enumerate(given)]
+        queries, responses, masks, scores, *flat, finished, truncated = (
+            zip(*rows) if B else [()] * 8
         )
+        return Inputs(
+            list(queries),
+            list(responses),
+            list(masks),
+            torch.tensor(scores, dtype=torch.float64),
+            *(torch.cat([torch.empty(0), *x]) for x in flat),
+            torch.tensor(finished, dtype=torch.bool),
+            torch.tensor(truncated, dtype=torch.bool),
+        )
+
+    def _row(self, i: int, query: Any, response: Any, score: Any, *options: Any) -> tuple[Any, ...]:
+        """One row of every field of Inputs."""
+        mask, truncated, token_scores, sampler = options
+        query, response = self.ids(f"queries[{i}]", query), self.ids(f"responses[{i}]", response)
+        n = len(response)
+        if not len(query):
+            raise ValueError(f"queries[{i}] is empty: the first action needs a token before it")
+        if len(query) + n > self.max_length:
+            raise ValueError(
+                f"queries[{i}] and responses[{i}] have {len(query) + n} tokens together, "
+                f"the model takes at most {self.max_length}"
+            )
+        score, rewards = self._score(i, score, n)
+        rewards = rewards + _per_token(f"token_scores[{i}]", token_scores, n, 0.0)
+        mask = _per_token(f"response_masks[{i}]", mask, n, 1.0)
+        sampler = _per_token(f"rollout_logprobs[{i}]", sampler, n, math.nan)
+        first = int(self.start is not None and n > 0 and response[0] == self.start)
+        response, mask, rewards, sampler = (x[first:] for x in (response, mask, rewards, sampler))
+        finished = bool(torch.isin(response, self.eos).any())
+        truncated = not finished if truncated is None else bool(truncated)
+        return query, response, mask, score, rewards, sampler, finished, truncated
 
     def ids(self, name: str, x: Any) -> Tensor:
         """A 1-D integer tensor of known tokens, as int64 on the CPU."""
@@ -80,22 +101,8 @@ class InputChecker:
             raise TypeError(f"{name} must be a 1-D tensor of token ids, got {got}")
         x, V = x.detach().long().cpu(), self.vocab_size
         if x.numel() and (x.min() < 0 or (V is not None and x.max() >= V)):
-            raise ValueError(
-                f"{name} must hold ids in [0, {V}), got {int(x.min())} to {int(x.max())}"
-            )
-        return x
-
-    def _response(self, i: int, query: Tensor, response: Any) -> Tensor:
-        x = self.ids(f"responses[{i}]", response)
-        if self.start_token_id is not None and (not len(x) or x[0] != self.start_token_id):
-            x = torch.cat([torch.tensor([self.start_token_id]), x])
-        if not len(query):
-            raise ValueError(f"queries[{i}] is empty: the first action needs a token before it")
-        if self.max_length is not None and len(query) + len(x) > self.max_length:
-            raise ValueError(
-                f"queries[{i}] and responses[{i}] have {len(query) + len(x)} tokens together, "
-                f"the model takes at most {self.max_length}"
-            )
+            got = f"{int(x.min())} to {int(x.max())}"
+            raise ValueError(f"{name} must hold ids in [0, {V}), got {got}")
         return x
 
     def _score(self, i: int, score: Any, n: int) -> tuple[float, Tensor]:
@@ -116,14 +123,14 @@ class InputChecker:
             return []
         if not self.cfg.ptx_coef:
             raise ValueError("ptx_batch needs ptx_coef > 0 in PPOConfig, got 0")
-        if self.start_token_id is not None:
+        if self.start is not None:
             pairs = [[self.ids(f"ptx_batch[{i}]", x) for x in pair] for i, pair in enumerate(batch)]
-            targets = [torch.cat([torch.tensor([self.start_token_id]), y]) for _, y in pairs]
-            return [(x, y, torch.ones_like(y)) for (x, _), y in zip(pairs, targets)]
-        texts = batch["input_ids"] if hasattr(batch, "keys") else batch
+            return [(x, y, torch.ones_like(y)) for x, y in pairs]
+        padded = hasattr(batch, "keys")
+        texts = batch["input_ids"] if padded else batch
         texts = [self.ids(f"ptx_batch[{i}]", x) for i, x in enumerate(texts)]
         masks = [torch.ones_like(x) for x in texts]
-        if hasattr(batch, "keys"):
+        if padded:
             real = [m.cpu() != 0 for m in batch.get("attention_mask", masks)]
             labels = [y.cpu() for y in batch.get("labels", masks)]
             masks = [(y != -100)[m] for y, m in zip(labels, real)]
@@ -131,17 +138,14 @@ class InputChecker:
         return [(x[:1], x[1:], mask[1:]) for x, mask in zip(texts, masks) if len(x) > 1]
 
 
-def _per_token(
-    name: str, rows: Sequence[Any] | None, responses: list[Tensor], fill: float
-) -> list[Tensor]:
-    """One finite fp32 number per response token; `fill` if nothing was given."""
-    if rows is None:
-        return [torch.full((len(r),), fill) for r in responses]
-    out = [torch.as_tensor(row).detach().cpu().float() for row in rows]
-    for i, (x, r) in enumerate(zip(out, responses)):
-        if tuple(x.shape) != (len(r),) or not torch.isfinite(x).all():
-            raise ValueError(
-                f"{name}[{i}] must have one finite entry for each of the {len(r)} response tokens, "
-                f"got shape {tuple(x.shape)}: {x.flatten()[:8].tolist()}"
-            )
-    return out
+def _per_token(name: str, row: Any, n: int, fill: float) -> Tensor:
+    """[n] fp32, finite; `fill` if nothing was given."""
+    if row is None:
+        return torch.full((n,), fill)
+    x = torch.as_tensor(row).detach().cpu().float()
+    if tuple(x.shape) != (n,) or not torch.isfinite(x).all():
+        raise ValueError(
+            f"{name} must have one finite entry for each of the {n} response tokens, "
+            f"got shape {tuple(x.shape)}: {x.flatten()[:8].tolist()}"
+        )
+    return x

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Batch:
     def scatter(self, x: Tensor) -> Tensor:
         """One number per response token, [n] -> [B, L-1], 0 elsewhere; differentiable."""
         B, L = self.input_ids.shape
-        rows = torch.div(self.at, L, rounding_mode="floor")
+        rows = self.at // L
         return x.new_zeros(B * (L - 1)).index_copy(0, self.at - rows, x).view(B, L - 1)
 
 
@@ -71,43 +71,40 @@ def collate(
     for i, q in enumerate(queries):
         if not len(q):
             raise ValueError(f"queries[{i}] is empty: the first action needs a token before it")
-    rows = [torch.cat([q, r]).long().cpu() for q, r in zip(queries, responses)]
-    input_ids, attention = _pad(rows, pad_token_id, padding_side)
-    B, L = input_ids.shape
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    start = L - lengths if padding_side == "left" else torch.zeros_like(lengths)
-    index = torch.arange(L).expand(B, L) - start[:, None]  # of a token in its row
+    rows = [torch.cat(pair) for pair in zip(queries, responses)]
+    input_ids, index, real = _pad(rows, pad_token_id, padding_side)
+    (B, L), lengths = input_ids.shape, real.sum(-1)
     first = torch.tensor([len(q) for q in queries], dtype=torch.int64)
-    response = (index >= first[:, None]) & (index < lengths[:, None])
+    response = real & (index >= first[:, None])
     action = response.clone()
-    for i, m in enumerate(response_masks or ()):
-        action[i, response[i]] = torch.as_tensor(m).bool().cpu()
+    if response_masks:
+        action[response] = torch.cat([torch.as_tensor(m).bool().cpu() for m in response_masks])
     tokens = response.flatten().nonzero().squeeze(-1)
     batch = Batch(
         input_ids=input_ids,
-        attention_mask=attention,
-        position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
+        attention_mask=real.long(),
+        position_ids=index.clamp(min=0),
         lengths=lengths,
         mask=action[:, 1:],
         labels=input_ids.flatten()[tokens],
         at=tokens - 1,
-        ends=torch.arange(B) * L + start + lengths - 1,
+        ends=torch.arange(B) * L - index[:, 0] + lengths - 1,
     )
     if encoder_queries is not None:
-        encoder = _pad([q.long().cpu() for q in encoder_queries], pad_token_id, "right")
-        batch.encoder_input_ids, batch.encoder_attention_mask = encoder
+        batch.encoder_input_ids, _, real = _pad(encoder_queries, pad_token_id, "right")
+        batch.encoder_attention_mask = real.long()
     return batch
 
 
-def _pad(rows: list[Tensor], fill: int, side: str) -> tuple[Tensor, Tensor]:
-    """([B, L] ids, [B, L] attention); L >= 1."""
+def _pad(rows: Sequence[Tensor], fill: int, side: str) -> tuple[Tensor, Tensor, Tensor]:
+    """([B, L] ids, [B, L] index of each token in its row, [B, L] whether it is one); L >= 1."""
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
     L = max([1, *map(len, rows)])
-    ids = torch.full((len(rows), L), fill, dtype=torch.int64)
-    attention = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        where = slice(L - len(row), L) if side == "left" else slice(0, len(row))
-        ids[i, where], attention[i, where] = row, 1
-    return ids, attention
+    index = torch.arange(L).expand(len(rows), L) - (L - lengths) * (side == "left")
+    real = (index >= 0) & (index < lengths)
+    ids = torch.full(real.shape, fill, dtype=torch.int64)
+    ids[real] = torch.cat([ids.new_empty(0), *(row.long().cpu() for row in rows)])
+    return ids, index, real
 
 
 # [B, T] of what is scored, and of what is made of it.
@@ -122,29 +119,26 @@ class Rollout:
     Yours to edit between `rollout` and `update`: set `mask` False to drop tokens, or change
     `rewards` and call `PPOTrainer.compute_advantages`. A slice, a list of rows or a bool mask [B]
     picks responses; `Rollout.cat` joins several; `save` and `load` keep it.
-
-    queries, responses: 1-D tensors (a seq2seq response begins with the start token). [B, T]: mask,
-    logprobs, ref_logprobs, values, entropy, kl (per-token penalty before its coefficient),
-    rewards, advantages, returns, rollout_logprobs (NaN if not given). [B]: raw_scores, scores
-    (scaled, clipped, penalised), bootstrap, finished (has EOS), truncated.
     """
 
-    queries: list[Tensor]
+    queries: list[Tensor]  # 1-D, as the next
     responses: list[Tensor]
-    mask: Tensor
+    # [B, T]
+    mask: Tensor  # True at the actions
     logprobs: Tensor
     ref_logprobs: Tensor
     values: Tensor
     entropy: Tensor
-    kl: Tensor
+    kl: Tensor  # the penalty of each token before its coefficient
     rewards: Tensor
     advantages: Tensor
     returns: Tensor
-    rollout_logprobs: Tensor
+    rollout_logprobs: Tensor  # the sampler's own; NaN if not given
+    # [B]
     raw_scores: Tensor
-    scores: Tensor
-    bootstrap: Tensor
-    finished: Tensor
+    scores: Tensor  # scaled, clipped, penalised
+    bootstrap: Tensor  # V after a truncated response
+    finished: Tensor  # has an EOS
     truncated: Tensor
 
     def __len__(self) -> int:
@@ -154,9 +148,6 @@ class Rollout:
         rows = rows.cpu() if isinstance(rows, Tensor) else rows
         index = torch.arange(len(self))[rows].reshape(-1).tolist()
         return self._map(lambda x: x[index], lambda xs: [xs[i] for i in index])
-
-    def __iter__(self) -> Iterator["Rollout"]:
-        return (self[i] for i in range(len(self)))
 
     def _map(
         self, tensor: Callable[[Tensor], Tensor], rows: Callable[[list], list] = list
@@ -177,9 +168,7 @@ class Rollout:
         """All rows of several rollouts, padded to the widest."""
         width = max(r.mask.shape[1] for r in rollouts)
         columns = zip(*(vars(r.widen(width)).values() for r in rollouts))
-        joined = [torch.cat(c) if isinstance(c[0], Tensor) else [x for xs in c for x in xs]
-                  for c in columns]  # fmt: skip
-        return cls(*joined)
+        return cls(*(torch.cat(c) if isinstance(c[0], Tensor) else [*chain(*c)] for c in columns))
 
     def save(self, path: str | Path) -> None:
         torch.save(vars(self), path)
@@ -212,14 +201,13 @@ class BatchOrder:
     def __iter__(self) -> Iterator[list[int]]:
         """The rest of this epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = (
-            torch.randperm(self.n, generator=generator) if self.shuffle else torch.arange(self.n)
-        )
+        order = torch.randperm(self.n, generator=generator).tolist()
+        order = order if self.shuffle else list(range(self.n))
         while self.cursor < len(self):
             start = (self.cursor * self.size + self.rank) * self.batch_size
             self.cursor += 1
-            yield order[start : start + self.batch_size].tolist()
+            yield order[start : start + self.batch_size]
         self.epoch, self.cursor = self.epoch + 1, 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "cursor": self.cursor}

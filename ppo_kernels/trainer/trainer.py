@@ -1,26 +1,21 @@
 """PPOTrainer: generate -> rollout -> update, around any reward."""
 
-import contextlib
-import copy
 import dataclasses
-import math
-import os
-import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ppo_kernels import compute_rewards, gae, kl_penalty, masked_whiten, modes, ppo_loss
 from ppo_kernels.ranks import Ranks
-from ppo_kernels.trainer import forward, stats
+from ppo_kernels.trainer import checkpoint, stats
 from ppo_kernels.trainer.config import KL_KINDS, PPOConfig
 from ppo_kernels.trainer.control import AdaptiveKLController, FixedKLController, RunningMoments
+from ppo_kernels.trainer.forward import Reader, States, full_kl
 from ppo_kernels.trainer.inputs import InputChecker
 from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, BatchOrder, Rollout, collate
 
@@ -74,7 +69,10 @@ class PPOTrainer:
         self.dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self.ranks = Ranks(group, self.device)
         self._set_tokens(pad_token_id)
-        self._set_reference(ref_model, reference)
+        ref, self.reference = modes.reference_policy(model, ref_model, reference)
+        self.ref_model = None if ref is model else ref
+        self._policy, self._ref = Reader(model, cfg.bf16), Reader(ref, cfg.bf16, self.reference)
+        self._frozen_sum = checkpoint.frozen_sum(model, self.ref_model)
         self._set_optimizer(optimizer)
         self.ranks.broadcast(p for p in model.parameters() if p.requires_grad)
         self.kl_ctl = FixedKLController(cfg.init_kl_coef)
@@ -108,53 +106,24 @@ class PPOTrainer:
                 "model.generation_config.eos_token_id"
             )
 
-    def _set_reference(self, ref_model: nn.Module | None, reference: str | None) -> None:
-        if ref_model is self.model:
-            raise ValueError("ref_model is the model being trained; leave it None to clone that")
-        peft = self._peft = modes.peft_model(self.model)
-        if reference is not None and (peft is None or ref_model is not None):
-            raise ValueError("reference names an adapter of a peft model, without a ref_model")
-        names = ["base", *(peft.peft_config if peft is not None else ())]
-        if reference not in (None, *names):
-            raise ValueError(f"reference must be one of {', '.join(names)}; got {reference!r}")
-        if ref_model is None and peft is not None:
-            if reference is None and not modes.adapter_is_fresh(peft):
-                raise ValueError(
-                    "reference: the adapter of model already changes it, so the model with the "
-                    "adapter disabled is not the policy that training starts from. Give a "
-                    "ref_model, reference='<name>' of a second adapter with the same weights, or "
-                    "reference='base' if the base model is meant"
-                )
-            reference = reference or "base"
-        elif ref_model is None:
-            source = getattr(self.model, "policy", getattr(self.model, "pretrained_model", None))
-            ref_model = copy.deepcopy(self.model if source is None else source)
-            ref_model.requires_grad_(False)
-        self.ref_model, self.reference = ref_model, reference
-        self._readable = forward.head_is_readable(self.model)
-        self._ref_readable = ref_model is not None and forward.head_is_readable(ref_model)
-        frozen = [p for p in self.model.parameters() if not p.requires_grad]
-        frozen += [] if ref_model is None else list(ref_model.parameters())
-        self._frozen_sum = sum(float(p.detach().abs().sum(dtype=torch.float64)) for p in frozen)
-
     def _set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        cfg, values = self.config, set()
-        if hasattr(self.model, "value_parameters"):
-            values = set(self.model.value_parameters())
-        elif cfg.value_learning_rate is not None or cfg.critic_warmup_steps:
+        cfg = self.config
+        lr, value_lr = cfg.learning_rate, cfg.value_learning_rate
+        values = set(getattr(self.model, "value_parameters", list)())
+        if not values and (value_lr is not None or cfg.critic_warmup_steps):
             raise ValueError(
                 "value_learning_rate and critic_warmup_steps need a model with value_parameters()"
             )
+        if optimizer is not None and value_lr is not None:
+            raise ValueError("value_learning_rate is for the default optimizer, got an optimizer")
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("model has no parameter that requires a gradient")
         if optimizer is None:
-            own = cfg.learning_rate if cfg.value_learning_rate is None else cfg.value_learning_rate
-            split = [[p for p in trainable if (p in values) == is_value] for is_value in (0, 1)]
-            groups = [{"params": ps, "lr": lr} for ps, lr in zip(split, (cfg.learning_rate, own))]
-            optimizer = torch.optim.Adam([g for g in groups if g["params"]], lr=cfg.learning_rate)
-        elif cfg.value_learning_rate is not None:
-            raise ValueError("value_learning_rate is for the default optimizer, got an optimizer")
+            policy = {"params": [p for p in trainable if p not in values], "lr": lr}
+            value = {"params": [p for p in trainable if p in values]}
+            value["lr"] = lr if value_lr is None else value_lr
+            optimizer = torch.optim.Adam([g for g in (policy, value) if g["params"]], lr=lr)
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._policy_parameters = [p for p in self.parameters if p not in values]
@@ -242,11 +211,9 @@ class PPOTrainer:
         rows = {name: row.to(**kind) for name, row in rows.items()}
         ends = {"finished": x.finished.to(self.device), "truncated": x.truncated.to(self.device)}
         ro = Rollout(x.queries, x.responses, full.mask, **tokens, **rows, **ends)
-        order = sorted(range(len(ro)), key=full.lengths.tolist().__getitem__)
-        size = self.config.micro_batch_size or self.config.mini_batch_size
         with modes.without_dropout(self.model, self.ref_model):
-            for start in range(0, len(ro), size):
-                self._score(ro, order[start : start + size])
+            for rows in self._micro_batches(ro, range(len(ro))):
+                self._score(ro, rows)
         ro.rewards = self._rewards(ro, full.scatter(x.token_scores.to(**kind)))
         self.compute_advantages(ro)
         return ro
@@ -257,46 +224,44 @@ class PPOTrainer:
         """collate for this model, on its device, padded on the right: positions need no care."""
         encoder = None
         if self.start_token_id is not None:
-            encoder, queries = queries, [r[:1] for r in responses]
-            responses, masks = ([r[1:] for r in rs] if rs else None for rs in (responses, masks))
+            encoder, queries = queries, [torch.tensor([self.start_token_id])] * len(queries)
         pad = self.pad_token_id
         batch = collate(queries, responses, pad, "right", masks, encoder_queries=encoder)
         return batch.to(self.device)
 
+    def _micro_batches(self, ro: Rollout, rows: Iterable[int]) -> list[list[int]]:
+        """rows in parts that fit into memory, each of rows about as long, to pad little."""
+        rows = sorted(rows, key=lambda i: len(ro.queries[i]) + len(ro.responses[i]))
+        return _split(rows, self.config.micro_batch_size or self.config.mini_batch_size)
+
+    def _ask(self, ro: Rollout) -> tuple[Batch, States, dict[str, Tensor]]:
+        """What the policy now says about responses: logprobs, entropy, values [B, T]."""
+        batch = self._collate(ro.queries, ro.responses)
+        states = self._policy(batch, with_values=True)
+        logprobs, entropy = states.logprobs(batch.labels, self.config.temperature)
+        values = states.values.flatten()[batch.at]
+        said = {"logprobs": logprobs, "entropy": entropy, "values": values}
+        return batch, states, {k: batch.scatter(x.to(self.dtype)) for k, x in said.items()}
+
     def _score(self, ro: Rollout, rows: list[int]) -> None:
         """Fill in what policy and reference say about some rows."""
         cfg, kind = self.config, KL_KINDS[self.config.kl_penalty]
-        batch = self._collate([ro.queries[i] for i in rows], [ro.responses[i] for i in rows])
-        policy = forward.action_states(self.model, batch, self._readable, True, cfg.bf16)
-        new = {"values": policy.values.flatten()[batch.at]}
-        new["logprobs"], new["entropy"] = self._logprobs(policy, batch)
-        with self._reference() as (model, readable):
-            ref = forward.action_states(model, batch, readable, False, cfg.bf16)
-            new["ref_logprobs"], _ = self._logprobs(ref, batch)
-            if kind == "full":
-                new["kl"] = forward.full_kl(policy, ref, cfg.temperature)
-            else:
-                new["kl"] = kl_penalty(new["logprobs"], new["ref_logprobs"], kind)
+        batch, policy, said = self._ask(ro[rows])
+        ref = self._ref(batch)
+        ref_logprobs, _ = ref.logprobs(batch.labels, cfg.temperature)
+        said["ref_logprobs"] = batch.scatter(ref_logprobs.to(self.dtype))
+        if kind == "full":
+            kl = full_kl(policy, ref, cfg.temperature)
+            said["kl"] = batch.scatter(kl.to(self.dtype))
+        else:
+            said["kl"] = kl_penalty(said["logprobs"], said["ref_logprobs"], kind)
         T = batch.mask.shape[1]
-        for name, x in new.items():
-            x = torch.where(ro.mask[rows, :T], batch.scatter(x.to(self.dtype)), 0)
-            getattr(ro, name)[rows, :T] = x
+        for name, x in said.items():
+            getattr(ro, name)[rows, :T] = torch.where(ro.mask[rows, :T], x, 0)
         if cfg.bootstrap_truncated:
             # The forward has read the last token too, so V of the state after it is at hand.
             after = policy.values.flatten()[batch.ends]
             ro.bootstrap[rows] = torch.where(ro.truncated[rows], after, 0)
-
-    def _logprobs(self, states: forward.States, batch: Batch) -> tuple[Tensor, Tensor]:
-        cfg = self.config
-        return forward.token_logprobs(states, batch.labels, cfg.temperature, cfg.bf16)
-
-    @contextlib.contextmanager
-    def _reference(self) -> Iterator[tuple[nn.Module, bool]]:
-        if self.ref_model is not None:
-            yield self.ref_model, self._ref_readable
-        else:
-            with modes.adapter(self._peft, self.reference):
-                yield self.model, self._readable
 
     def _shaped(self, scores: Tensor, live: Tensor, finished: Tensor) -> Tensor:
         """raw [B] fp64 -> running scale -> clip -> missing-EOS penalty."""
@@ -368,16 +333,17 @@ class PPOTrainer:
         """
         began, cfg = time.perf_counter(), self.config
         ptx = self.ranks.together(self._check.ptx, ptx_batch)
-        done: list[dict[str, Any]] = []
+        plan, done = self._minibatches(rollout, ptx), []
         with modes.without_dropout(*[self.model][: cfg.disable_dropout], training=True):
-            for minibatch in self._minibatches(rollout, ptx):
-                done.append(self._backward(rollout, *minibatch))
+            for rows, texts, totals in plan:
+                done.append(self._backward(rollout, rows, texts, totals))
                 if done[-1]["verdict"] == "step":
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
                 if done[-1]["verdict"] == "stop":
                     break
-        out = stats.of_rollout(rollout, self.kl_ctl.value, self.ranks) | stats.of_update(done)
+        out = stats.of_rollout(rollout, self.kl_ctl.value, self.ranks)
+        out |= stats.of_update(done, len(plan) // cfg.ppo_epochs)
         out["ppo/learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         kl = "objective/kl" if cfg.kl_unit == "sequence" else "objective/kl_per_token"
         self.kl_ctl.update(out[kl], int(out["tokens/responses"]))
@@ -392,38 +358,40 @@ class PPOTrainer:
 
     def _minibatches(
         self, ro: Rollout, ptx: list[Any]
-    ) -> Iterator[tuple[list[int], list[Any], list[float], int]]:
-        """(rows, ptx rows, [tokens, responses, ptx tokens] of all ranks, how many in a pass)."""
-        B, size = len(ro), self.config.mini_batch_size
-        n = int(self.ranks.max(torch.tensor(math.ceil(B / size), device=self.device)))
-        actions = ro.mask.sum(-1).cpu()
-        texts = [ptx[k::n] for k in range(n)]
-        words = [sum(int(mask.sum()) for _, _, mask in chunk) for chunk in texts]
-        for _ in range(self.config.ppo_epochs):
+    ) -> list[tuple[list[int], list[Any], list[float]]]:
+        """Of all passes: rows with an action, ptx rows, [actions, responses, ptx tokens].
+
+        The last are counts over all ranks: the denominators of the losses.
+        """
+        cfg, B = self.config, len(ro)
+        n = int(self.ranks.max(torch.tensor(-(-B // cfg.mini_batch_size), device=self.device)))
+        actions, plan, totals = ro.mask.sum(-1).cpu(), [], []
+        for _ in range(cfg.ppo_epochs):
             order = torch.randperm(B, generator=self.generator)
-            order = (order if self.config.shuffle else torch.arange(B)).tolist()
-            rows = [order[k * size : (k + 1) * size] for k in range(n)]
-            own = [(actions[r].sum(), (actions[r] > 0).sum(), w) for r, w in zip(rows, words)]
-            totals = torch.tensor(own, dtype=torch.float64).to(self.device)
-            yield from zip(rows, texts, self.ranks.sum(totals).tolist(), [n] * n)
+            parts = _split(order if cfg.shuffle else torch.arange(B), cfg.mini_batch_size)
+            for k in range(n):
+                rows, texts = parts[k] if k < len(parts) else order[:0], ptx[k::n]
+                rows = rows[actions[rows] > 0]
+                words = sum(int(mask.sum()) for _, _, mask in texts)
+                plan.append((rows.tolist(), texts))
+                totals.append((int(actions[rows].sum()), len(rows), words))
+        totals = self.ranks.sum(torch.tensor(totals, dtype=torch.float64, device=self.device))
+        return [(*parts, total) for parts, total in zip(plan, totals.tolist())]
 
     def _backward(
-        self, ro: Rollout, rows: list[int], ptx: list[Any], totals: list[float], of: int
+        self, ro: Rollout, rows: list[int], ptx: list[Any], totals: list[float]
     ) -> dict[str, Any]:
-        """Gradients of one minibatch, micro-batch by micro-batch, and one copy to the host."""
-        cfg = self.config
-        sums, peaks = stats.zeros(self.device)
-        size = cfg.micro_batch_size or cfg.mini_batch_size
-        rows = sorted(rows, key=lambda i: len(ro.queries[i]) + len(ro.responses[i]))
-        for start in range(0, len(rows) if totals[0] else 0, size):
-            loss, more, top = self._loss(ro[rows[start : start + size]], totals)
-            if loss.requires_grad:
-                loss.backward()
-            sums, peaks = sums + more, torch.maximum(peaks, top)
-        for start in range(0, len(ptx) if totals[0] else 0, size):
-            loss = self._ptx_loss(ptx[start : start + size]) / max(totals[2], 1.0)
+        """Gradients of one minibatch, micro-batch by micro-batch; its statistics and verdict."""
+        cfg, (tokens, _, words) = self.config, totals
+        parts = []
+        for part in self._micro_batches(ro, rows):
+            loss, numbers = self._loss(ro[part], totals)
+            loss.backward()
+            parts.append(numbers)
+        for part in _split(ptx if tokens else [], cfg.micro_batch_size or cfg.mini_batch_size):
+            loss = self._ptx_loss(part) / max(words, 1.0)
             (cfg.ptx_coef * loss).backward()
-            sums[stats.SUMS.index("ptx")] += loss.detach()
+            parts.append({"ppo/loss/ptx": loss.detach() * tokens})
         self.ranks.sum_gradients(self.parameters)
         if self.step_count < cfg.critic_warmup_steps:
             for p in self._policy_parameters:
@@ -431,20 +399,15 @@ class PPOTrainer:
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if cfg.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, cfg.max_grad_norm, norm)
-        numbers = [self.ranks.sum(sums), self.ranks.max(peaks), norm.to(sums).reshape(1)]
-        out = dict(zip((*stats.SUMS, *stats.PEAKS, "grad_norm"), torch.cat(numbers).tolist()))
-        return out | {"verdict": stats.verdict(out, cfg), "of": of}
+        out = stats.of_minibatch([*parts, {"ppo/grad_norm": norm}], self.ranks)
+        out |= {"tokens": tokens}
+        return out | {"verdict": stats.verdict(out, cfg)}
 
-    def _loss(self, old: Rollout, totals: list[float]) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(self, old: Rollout, totals: list[float]) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's part of the minibatch's loss, and its statistics."""
         cfg = self.config
-        batch = self._collate(old.queries, old.responses)
+        batch, _, new = self._ask(old)
         old = old.widen(batch.mask.shape[1]).to(self.device)
-        states = forward.action_states(self.model, batch, self._readable, True, cfg.bf16)
-        logprobs, entropy = self._logprobs(states, batch)
-        new = {"logprobs": logprobs, "values": states.values.flatten()[batch.at]}
-        new["entropy"] = entropy if cfg.ent_coef else entropy.detach()
-        new = {name: batch.scatter(x.to(self.dtype)) for name, x in new.items()}
         names = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value", "vf_coef")
         out = ppo_loss(
             new["logprobs"],
@@ -454,7 +417,7 @@ class PPOTrainer:
             values=new["values"],
             old_values=old.values,
             returns=old.returns,
-            entropy=new["entropy"],
+            entropy=new["entropy"] if cfg.ent_coef else new["entropy"].detach(),
             ref_logprobs=old.ref_logprobs,
             rollout_logprobs=old.rollout_logprobs if cfg.rollout_is_cap else None,
             ent_coef=cfg.ent_coef,
@@ -464,13 +427,12 @@ class PPOTrainer:
             normalizer=cfg.loss_divisor or totals[cfg.loss_agg_mode.startswith("seq")],
             **{name: getattr(cfg, name) for name in names},
         )
-        return out.loss, *stats.of_micro_batch(out, new, old)
+        return out.loss, stats.of_micro_batch(out, new, old, totals[0])
 
     def _ptx_loss(self, rows: list[Any]) -> Tensor:
         """-sum log p over the tokens of some texts, at temperature 1."""
-        batch, bf16 = self._collate(*map(list, zip(*rows))), self.config.bf16
-        states = forward.action_states(self.model, batch, self._readable, True, bf16)
-        logprobs, _ = forward.token_logprobs(states, batch.labels, 1.0, bf16)
+        batch = self._collate(*map(list, zip(*rows)))
+        logprobs, _ = self._policy(batch, with_values=True).logprobs(batch.labels, 1.0)
         return -torch.where(batch.mask, batch.scatter(logprobs), 0).sum()
 
     # -------------------------------------------------------------------- loop and checkpoints
@@ -521,6 +483,7 @@ class PPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a run needs to go on bit for bit; config only for the record."""
+        random = checkpoint.random_state(self.generator, self.device)
         return {
             "config": dataclasses.asdict(self.config),
             "model": {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad},
@@ -531,28 +494,12 @@ class PPOTrainer:
             "counts": {"step_count": self.step_count, "samples": self.samples},
             "order": self.order.state_dict() if self.order else self._order_state,
             "frozen": self._frozen_sum,
-            "random": self.ranks.gather(random_state(self.generator, self.device)),
+            "random": self.ranks.gather(random),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where state_dict() was called; everything is checked before anything changes."""
-        own, size = self.state_dict(), self.ranks.size
-        if state.keys() != own.keys():
-            wrong = ", ".join(sorted(state.keys() ^ own.keys()))
-            raise ValueError(f"this is no state of PPOTrainer: {wrong} missing or unknown")
-        theirs, ours = ({n: tuple(p.shape) for n, p in s["model"].items()} for s in (state, own))
-        if theirs != ours:
-            wrong = sorted({name for name, _ in theirs.items() ^ ours.items()})
-            raise ValueError(f"the state is of another model: {', '.join(wrong[:4])} differ")
-        if len(state["random"]) != size:
-            raise ValueError(f"the state is of {len(state['random'])} ranks, this run has {size}")
-        if not math.isclose(state["frozen"], self._frozen_sum, rel_tol=1e-6):
-            raise ValueError(
-                "ref_model or frozen weights are not those the saved run started with: make the "
-                "trainer from the same original models, then load"
-            )
-        if (state["lr_scheduler"] is None) != (self.lr_scheduler is None):
-            raise ValueError("lr_scheduler must be given exactly if the saved run had one")
+        checkpoint.check(state, self.state_dict())
         for name in ("optimizer", "lr_scheduler", "kl_ctl", "running"):
             if state[name] is not None:
                 getattr(self, name).load_state_dict(state[name])
@@ -562,22 +509,14 @@ class PPOTrainer:
         vars(self).update(state["counts"], _order_state=state["order"])
         if self.order is not None:
             vars(self.order).update(state["order"])
-        set_random_state(state["random"][self.ranks.rank], self.generator, self.device)
+        random = state["random"][self.ranks.rank]
+        checkpoint.set_random_state(random, self.generator, self.device)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """state_dict() in one file, which takes the place of `path` only when it is complete."""
-        state, path = self.state_dict(), Path(path)
+        state = self.state_dict()
         if self.ranks.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            try:
-                with open(partial, "wb") as f:
-                    torch.save(state, f)
-                    f.flush()
-                    os.fsync(f.fileno())
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+            checkpoint.write(state, Path(path))
         self.ranks.sum(torch.zeros(1, device=self.device))  # no rank goes on before it is there
 
     def load_checkpoint(self, path: str | Path) -> None:
@@ -585,26 +524,8 @@ class PPOTrainer:
         self.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
 
 
-def random_state(generator: torch.Generator, device: torch.device) -> dict[str, Any]:
-    """Every random state that can matter, in types that torch.load takes with weights_only."""
-    name, keys, *rest = np.random.get_state()
-    return {
-        "generator": generator.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, keys.tolist(), *rest),
-        "python": random.getstate(),
-    }
-
-
-def set_random_state(state: dict[str, Any], own: torch.Generator, device: torch.device) -> None:
-    own.set_state(state["generator"].cpu())
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    random.setstate(state["python"])
+def _split(rows: Sequence[Any], size: int) -> list[Any]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

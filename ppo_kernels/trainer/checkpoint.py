@@ -1,0 +1,74 @@
+"""The state of a run as one file: whole or not there, of this run or refused, random states too."""
+
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def write(state: dict[str, Any], path: Path) -> None:
+    """torch.save, but what was at `path` stays until the new file is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check(state: dict[str, Any], own: dict[str, Any]) -> None:
+    """ValueError that says why, if `state` is not of a run whose state is `own` now."""
+    if state.keys() != own.keys():
+        wrong = ", ".join(sorted(state.keys() ^ own.keys()))
+        raise ValueError(f"this is no state of PPOTrainer: {wrong} missing or unknown")
+    theirs, ours = ({n: tuple(p.shape) for n, p in s["model"].items()} for s in (state, own))
+    if theirs != ours:
+        wrong = sorted({name for name, _ in theirs.items() ^ ours.items()})
+        raise ValueError(f"the state is of another model: {', '.join(wrong[:4])} differ")
+    ranks, size = len(state["random"]), len(own["random"])
+    if ranks != size:
+        raise ValueError(f"the state is of {ranks} ranks, this run has {size}")
+    if not math.isclose(state["frozen"], own["frozen"], rel_tol=1e-6):
+        raise ValueError(
+            "ref_model or frozen weights are not those the saved run started with: make the "
+            "trainer from the same original models, then load"
+        )
+    if (state["lr_scheduler"] is None) != (own["lr_scheduler"] is None):
+        raise ValueError("lr_scheduler must be given exactly if the saved run had one")
+
+
+def frozen_sum(model: nn.Module, ref_model: nn.Module | None) -> float:
+    """sum |w| over the weights that no checkpoint holds: a run may not go on with others."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    frozen += [] if ref_model is None else list(ref_model.parameters())
+    return sum(float(p.detach().abs().sum(dtype=torch.float64)) for p in frozen)
+
+
+def random_state(own: torch.Generator, device: torch.device) -> dict[str, Any]:
+    """Every random state that can matter, in types that torch.load takes with weights_only."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "generator": own.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": (name, keys.tolist(), *rest),
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: dict[str, Any], own: torch.Generator, device: torch.device) -> None:
+    own.set_state(state["generator"].cpu())
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])

@@ -2,25 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ppo_kernels.trainer.config import PPOConfig
-
-
-class Inputs(NamedTuple):
-    """Checked rows on the CPU; token_scores and rollout_logprobs are flat over response tokens."""
-
-    queries: list[Tensor]
-    responses: list[Tensor]
-    masks: list[Tensor]
-    scores: Tensor
-    token_scores: Tensor
-    rollout_logprobs: Tensor
-    finished: Tensor
-    truncated: Tensor
 
 
 class InputChecker:
@@ -45,7 +32,11 @@ class InputChecker:
         truncated: Sequence[bool] | None = None,
         token_scores: Sequence[Tensor] | None = None,
         rollout_logprobs: Sequence[Tensor] | None = None,
-    ) -> Inputs:
+    ) -> dict[str, Any]:
+        """queries, responses, response_masks: a list each, on the CPU. [B]: scores (0 where a row
+        gives rewards per token), finished, truncated. token_scores, rollout_logprobs: flat over
+        all response tokens.
+        """
         B, most = len(queries), self.cfg.batch_size
         columns = {"responses": responses, "scores": scores, "response_masks": response_masks}
         columns |= {"truncated": truncated, "token_scores": token_scores}
@@ -59,22 +50,20 @@ class InputChecker:
             raise ValueError("rollout_is_cap needs rollout_logprobs, got None")
         given = zip(queries, *([None] * B if x is None else x for x in columns.values()))
         rows = [self._row(i, *row) for i, row in enumerate(given)]
-        queries, responses, masks, scores, *flat, finished, truncated = (
-            zip(*rows) if B else [()] * 8
-        )
-        return Inputs(
-            list(queries),
-            list(responses),
-            list(masks),
-            torch.tensor(scores, dtype=torch.float64),
-            *(torch.cat([torch.empty(0), *x]) for x in flat),
-            torch.tensor(finished, dtype=torch.bool),
-            torch.tensor(truncated, dtype=torch.bool),
-        )
+        out = {name: [row[k] for row in rows] for k, name in enumerate(("queries", *columns))}
+        out["finished"] = [bool(torch.isin(r, self.eos).any()) for r in out["responses"]]
+        if truncated is None:
+            out["truncated"] = [not finished for finished in out["finished"]]
+        for name, dtype in (("scores", None), ("finished", torch.bool), ("truncated", torch.bool)):
+            out[name] = torch.tensor(out[name], dtype=dtype)
+        for name in ("token_scores", "rollout_logprobs"):
+            out[name] = torch.cat([torch.empty(0), *out[name]])
+        return out
 
-    def _row(self, i: int, query: Any, response: Any, score: Any, *options: Any) -> tuple[Any, ...]:
-        """One row of every field of Inputs."""
-        mask, truncated, token_scores, sampler = options
+    def _row(
+        self, i: int, query: Any, response: Any, score: Any, mask: Any, truncated: Any, *more: Any
+    ) -> tuple[Any, ...]:
+        """A checked row: the same columns."""
         query, response = self.ids(f"queries[{i}]", query), self.ids(f"responses[{i}]", response)
         n = len(response)
         if not len(query):
@@ -85,14 +74,12 @@ class InputChecker:
                 f"the model takes at most {self.max_length}"
             )
         score, rewards = self._score(i, score, n)
-        rewards = rewards + _per_token(f"token_scores[{i}]", token_scores, n, 0.0)
         mask = _per_token(f"response_masks[{i}]", mask, n, 1.0)
-        sampler = _per_token(f"rollout_logprobs[{i}]", sampler, n, math.nan)
+        rewards = rewards + _per_token(f"token_scores[{i}]", more[0], n, 0.0)
+        sampler = _per_token(f"rollout_logprobs[{i}]", more[1], n, math.nan)
         first = int(self.start is not None and n > 0 and response[0] == self.start)
         response, mask, rewards, sampler = (x[first:] for x in (response, mask, rewards, sampler))
-        finished = bool(torch.isin(response, self.eos).any())
-        truncated = not finished if truncated is None else bool(truncated)
-        return query, response, mask, score, rewards, sampler, finished, truncated
+        return query, response, score, mask, bool(truncated), rewards, sampler
 
     def ids(self, name: str, x: Any) -> Tensor:
         """A 1-D integer tensor of known tokens, as int64 on the CPU."""

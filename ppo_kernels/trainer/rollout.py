@@ -178,22 +178,33 @@ class Rollout:
         return cls(**torch.load(path, weights_only=True))
 
 
+@dataclass
 class BatchOrder:
-    """Batches of row numbers: a permutation per epoch, and of each batch this rank's part.
+    """Batches of row numbers: a permutation of n per epoch, and of each batch this rank's part.
 
     Iterating goes on where it stopped, also in the middle of an epoch: the order depends only on
     (seed, epoch), so `epoch` and `cursor` are the whole state. Rows left over wait for the next
     permutation.
     """
 
-    def __init__(self, n: int, batch_size: int, seed: int, shuffle: bool, rank: int, size: int):
-        if n < batch_size * size:
+    n: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+    rank: int
+    size: int
+    epoch: int = 0
+    cursor: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self):
             raise ValueError(
-                f"the data has {n} rows, fewer than batch_size = {batch_size} on {size} rank(s)"
+                f"the data has {self.n} rows, fewer than batch_size = {self.batch_size} on "
+                f"{self.size} rank(s)"
             )
-        self.n, self.batch_size, self.seed, self.shuffle = n, batch_size, seed, shuffle
-        self.rank, self.size = rank, size
-        self.epoch = self.cursor = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "cursor": self.cursor}
 
     def __len__(self) -> int:
         return self.n // (self.batch_size * self.size)
@@ -208,6 +219,3 @@ class BatchOrder:
             self.cursor += 1
             yield order[start : start + self.batch_size]
         self.epoch, self.cursor = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "cursor": self.cursor}

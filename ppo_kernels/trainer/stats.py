@@ -1,7 +1,7 @@
 """Statistics under TRL's names: sums over tokens and responses of all ranks, divided once."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,93 +83,84 @@ def of_update(minibatches: list[dict[str, Any]], per_epoch: int) -> dict[str, fl
     }
 
 
-class Moments(NamedTuple):
-    """Of n numbers; mean and unbiased variance are 0 where they are undefined."""
-
-    n: float
-    total: float
-    squares: float
-
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.n, 1)
-
-    @property
-    def var(self) -> float:
-        return max(self.squares - self.n * self.mean**2, 0.0) / max(self.n - 1, 1)
-
-    @property
-    def std(self) -> float:
-        return math.sqrt(self.var)
-
-
-def moments(vectors: dict[str, Tensor], ranks: Ranks) -> dict[str, Moments]:
-    """Of each vector, put together from all ranks; one reduction, one copy to the host."""
-    rows = [x.to(ranks.device, torch.float64) for x in vectors.values()]
-    sums = [torch.stack([x.new_tensor(len(x)), x.sum(), (x * x).sum()]) for x in rows]
-    return dict(zip(vectors, (Moments(*s) for s in ranks.sum(torch.stack(sums)).tolist())))
-
-
 def of_rollout(ro: Rollout, kl_coef: float, ranks: Ranks) -> dict[str, float]:
     """Everything a rollout says by itself."""
     mask, live = ro.mask, ro.mask.any(-1)
     tokens = {"k1": ro.logprobs - ro.ref_logprobs, "kl": ro.kl, "entropy": ro.entropy}
     tokens |= {"surprise": -ro.logprobs - ro.entropy, "residual": ro.returns - ro.values}
-    tokens |= {"advantages": ro.advantages, "returns": ro.returns, "values": ro.values}
-    rows = {"raw": ro.raw_scores, "scores": ro.scores, "open": ~ro.finished, "cut": ro.truncated}
+    tokens |= {"advantages": ro.advantages, "ppo/returns": ro.returns, "ppo/val": ro.values}
+    rows = {"env/reward": ro.raw_scores, "scores": ro.scores}
+    rows |= {"unfinished": ~ro.finished, "truncated": ro.truncated}
     vectors = {k: x[mask] for k, x in tokens.items()} | {k: x[live] for k, x in rows.items()}
-    for name in ("queries", "responses"):
-        vectors[name] = torch.tensor([len(x) for x in getattr(ro, name)])
-    m = moments(vectors | {"empty": ~live}, ranks)
-    surprise, R = m["surprise"], m["returns"]
-    lengths = {f"tokens/{k}_len_mean": m[k].mean for k in ("queries", "responses")}
-    lengths |= {f"tokens/{k}_len_std": m[k].std for k in ("queries", "responses")}
-    return lengths | {
-        "objective/kl": m["k1"].total / max(m["raw"].n, 1),
-        "objective/kl_per_token": m["k1"].mean,
-        "objective/kl_coef": kl_coef,
-        "objective/entropy": m["entropy"].mean,
-        "objective/surprise": surprise.mean,
-        "objective/surprise_z": surprise.mean * surprise.n**0.5 / max(surprise.std, 1e-12),
-        "ppo/mean_non_score_reward": -kl_coef * m["kl"].mean,
-        "ppo/mean_scores": m["scores"].mean,
-        "ppo/std_scores": m["scores"].std,
-        "ppo/policy/advantages_mean": m["advantages"].mean,
-        "ppo/returns/mean": R.mean,
-        "ppo/returns/var": R.var,
-        "ppo/val/mean": m["values"].mean,
-        "ppo/val/var": m["values"].var,
-        "ppo/val/var_explained": 1 - m["residual"].var / R.var if R.var > 0 else 0.0,
-        "env/reward_mean": m["raw"].mean,
-        "env/reward_std": m["raw"].std,
-        "tokens/responses": m["responses"].n,
-        "tokens/empty_responses": m["empty"].total,
-        "tokens/without_eos": m["open"].mean,
-        "tokens/truncated": m["cut"].mean,
+    for name, texts in (("queries", ro.queries), ("responses", ro.responses)):
+        vectors[f"tokens/{name}_len"] = torch.tensor([len(x) for x in texts])
+    m = _moments(vectors | {"empty": ~live}, ranks)
+    out = {
+        f"{k}/{what}": m[k][what] for k in ("ppo/returns", "ppo/val") for what in ("mean", "var")
     }
+    for name in ("env/reward", "tokens/queries_len", "tokens/responses_len"):
+        out |= {f"{name}_{what}": m[name][what] for what in ("mean", "std")}
+    surprise, var = m["surprise"], m["ppo/returns"]["var"]
+    z = surprise["mean"] * surprise["n"] ** 0.5 / max(surprise["std"], 1e-12)
+    return out | {
+        "objective/kl": m["k1"]["sum"] / max(m["scores"]["n"], 1),
+        "objective/kl_per_token": m["k1"]["mean"],
+        "objective/kl_coef": kl_coef,
+        "objective/entropy": m["entropy"]["mean"],
+        "objective/surprise": surprise["mean"],
+        "objective/surprise_z": z,
+        "ppo/mean_non_score_reward": -kl_coef * m["kl"]["mean"],
+        "ppo/mean_scores": m["scores"]["mean"],
+        "ppo/std_scores": m["scores"]["std"],
+        "ppo/policy/advantages_mean": m["advantages"]["mean"],
+        "ppo/val/var_explained": 1 - m["residual"]["var"] / var if var > 0 else 0.0,
+        "tokens/responses": m["empty"]["n"],
+        "tokens/empty_responses": m["empty"]["sum"],
+        "tokens/without_eos": m["unfinished"]["mean"],
+        "tokens/truncated": m["truncated"]["mean"],
+    }
+
+
+def _moments(vectors: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, float]]:
+    """Of each vector, put together from all ranks: n, sum, mean, unbiased var, std; 0 if undefined.
+
+    One reduction, one copy to the host.
+    """
+    rows = [x.to(ranks.device, torch.float64) for x in vectors.values()]
+    sums = [torch.stack([x.new_tensor(len(x)), x.sum(), (x * x).sum()]) for x in rows]
+    out = {}
+    for name, (n, total, squares) in zip(vectors, ranks.sum(torch.stack(sums)).tolist()):
+        mean = total / max(n, 1)
+        var = max(squares - n * mean**2, 0.0) / max(n - 1, 1)
+        out[name] = {"n": n, "sum": total, "mean": mean, "var": var, "std": math.sqrt(var)}
+    return out
 
 
 def self_check(s: dict[str, float], cfg: PPOConfig) -> str:
     """What the first step says about the set-up; a suspicious number names its likely cause."""
     gap, kl, z = s["ppo/policy/first_logprob_gap"], s["objective/kl"], s["objective/surprise_z"]
     surprise, sampling = s["objective/surprise"], "top_k, top_p, a minimum length, greedy search"
-    causes = {
-        "|new - old| should be rounding before the first step: dropout is live, the rollout is "
-        "from other weights, or the model computes in low precision": (
-            gap > (0.3 if cfg.bf16 else 1e-2)
-        ),
-        "mean KL < 0 is impossible over samples of the policy: responses were made with "
-        f"{sampling}, or at another temperature": kl < -1e-3,
-        f"responses are {'less' if z > 0 else 'more'} likely than samples of the policy, by "
-        f"{abs(surprise):.2g} nats per token: other weights or another temperature made them, or "
-        f"{sampling}": abs(z) > 6 and abs(surprise) > 0.05,
-        "hardly a response ends: is the EOS id right, max_new_tokens too small?": (
-            s["tokens/without_eos"] > 0.9
-        ),
-    }
     lines = [
         f"PPO self-check: largest |new - old| log-prob {gap:.2g}, mean KL to the reference "
         f"{kl:.3g} nats per response, {s['tokens/without_eos']:.0%} of the responses without EOS, "
         f"{s['tokens/truncated']:.0%} truncated, {s['tokens/empty_responses']:.0f} empty"
     ]
-    return "\n".join(lines + [f"  {cause}" for cause, suspicious in causes.items() if suspicious])
+    if gap > (0.3 if cfg.bf16 else 1e-2):
+        lines.append(
+            "  |new - old| should be rounding before the first step: dropout is live, the rollout "
+            "is from other weights, or the model computes in low precision"
+        )
+    if kl < -1e-3:
+        lines.append(
+            "  mean KL < 0 is impossible over samples of the policy: responses were made with "
+            f"{sampling}, or at another temperature"
+        )
+    if abs(z) > 6 and abs(surprise) > 0.05:
+        lines.append(
+            f"  responses are {'less' if z > 0 else 'more'} likely than samples of the policy, by "
+            f"{abs(surprise):.2g} nats per token: other weights or another temperature made them, "
+            f"or {sampling}"
+        )
+    if s["tokens/without_eos"] > 0.9:
+        lines.append("  hardly a response ends: is the EOS id right, max_new_tokens too small?")
+    return "\n".join(lines)

@@ -19,14 +19,13 @@ from ppo_kernels.trainer.forward import Reader, States, full_kl
 from ppo_kernels.trainer.inputs import InputChecker
 from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, BatchOrder, Rollout, collate
 
-# generate()'s defaults, plain samples of the policy whatever the model's generation_config says,
+# Values of generate()'s options that leave the policy's distribution as it is; the first is the
+# trainer's default, whatever the model's generation_config says.
 PLAIN_SAMPLING = {
-    **{"do_sample": True, "num_beams": 1, "top_k": 0, "top_p": 1.0, "min_p": None},
-    **{"typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-    **{"min_length": 0, "min_new_tokens": None},
+    **{"do_sample": (True,), "num_beams": (1,), "top_k": (0, None), "top_p": (1.0, None)},
+    **{"min_p": (None,), "typical_p": (1.0,), "repetition_penalty": (1.0,)},
+    **{"no_repeat_ngram_size": (0,), "min_length": (0, -1, None), "min_new_tokens": (None, 0)},
 }
-# and other values that change nothing either.
-ALSO_PLAIN = {"top_k": (None,), "top_p": (None,), "min_length": (-1, None), "min_new_tokens": (0,)}
 
 
 class PPOTrainer:
@@ -132,9 +131,8 @@ class PPOTrainer:
         """The order of n rows; the place in it survives checkpoints."""
         if self.order is None or self.order.n != n:
             cfg, ranks = self.config, self.ranks
-            order = BatchOrder(n, cfg.batch_size, cfg.seed, cfg.shuffle, ranks.rank, ranks.size)
-            vars(order).update(self._order_state)
-            self.order, self._order_state = order, {}
+            options = (cfg.batch_size, cfg.seed, cfg.shuffle, ranks.rank, ranks.size)
+            self.order, self._order_state = BatchOrder(n, *options, **self._order_state), {}
         return self.order
 
     # ------------------------------------------------------------------------------ sampling
@@ -154,7 +152,8 @@ class PPOTrainer:
         batch = collate(queries, [empty] * len(queries), self.pad_token_id).to(self.device)
         options = {"temperature": self.config.temperature, "pad_token_id": self.pad_token_id}
         options |= {"eos_token_id": self.eos_ids} if self.eos_ids else {}
-        options |= PLAIN_SAMPLING | {"use_cache": True} | gen_kwargs
+        options |= {name: plain[0] for name, plain in PLAIN_SAMPLING.items()}
+        options |= {"use_cache": True} | gen_kwargs
         seed = int(torch.randint(2**62, (1,), generator=self.generator))
         devices = [self.device] if self.device.type == "cuda" else []
         with modes.without_dropout(self.model), torch.random.fork_rng(devices):
@@ -177,7 +176,7 @@ class PPOTrainer:
                 f"{self.config.temperature}), where old, new and reference log-probs see it"
             )
         for name in gen_kwargs.keys() & PLAIN_SAMPLING.keys():
-            if gen_kwargs[name] not in (PLAIN_SAMPLING[name], *ALSO_PLAIN.get(name, ())):
+            if gen_kwargs[name] not in PLAIN_SAMPLING[name]:
                 warnings.warn(
                     f"generate({name}={gen_kwargs[name]!r}) samples from another distribution than "
                     "the one whose log-probs are trained: expect negative KL and biased updates",
@@ -202,19 +201,20 @@ class PPOTrainer:
         + KL penalty -> optional whitening. Of the trainer, only the running moments move.
         """
         x = self.ranks.together(lambda: self._check(queries, responses, scores, **options))
-        full = self._collate(x.queries, x.responses, x.masks)
+        full = self._collate(x["queries"], x["responses"], x["response_masks"])
         kind = {"device": self.device, "dtype": self.dtype}
-        tokens = {name: torch.zeros(full.mask.shape, **kind) for name in TOKEN_FIELDS}
-        tokens["rollout_logprobs"] = full.scatter(x.rollout_logprobs.to(**kind))
-        rows = {"raw_scores": x.scores, "bootstrap": torch.zeros(len(queries))}
-        rows["scores"] = self._shaped(x.scores, full.mask.any(-1).cpu(), x.finished)
-        rows = {name: row.to(**kind) for name, row in rows.items()}
-        ends = {"finished": x.finished.to(self.device), "truncated": x.truncated.to(self.device)}
-        ro = Rollout(x.queries, x.responses, full.mask, **tokens, **rows, **ends)
+        fields = {name: torch.zeros(full.mask.shape, **kind) for name in TOKEN_FIELDS}
+        fields["rewards"] = full.scatter(x["token_scores"].to(**kind))
+        fields["rollout_logprobs"] = full.scatter(x["rollout_logprobs"].to(**kind))
+        fields["raw_scores"] = fields["scores"] = x["scores"].to(**kind)
+        fields["bootstrap"] = torch.zeros_like(fields["scores"])
+        fields |= {name: x[name].to(self.device) for name in ("finished", "truncated")}
+        ro = Rollout(x["queries"], x["responses"], full.mask, **fields)
         with modes.without_dropout(self.model, self.ref_model):
             for rows in self._micro_batches(ro, range(len(ro))):
                 self._score(ro, rows)
-        ro.rewards = self._rewards(ro, full.scatter(x.token_scores.to(**kind)))
+        self._shape_scores(ro)
+        self._add_rewards(ro)
         self.compute_advantages(ro)
         return ro
 
@@ -263,32 +263,32 @@ class PPOTrainer:
             after = policy.values.flatten()[batch.ends]
             ro.bootstrap[rows] = torch.where(ro.truncated[rows], after, 0)
 
-    def _shaped(self, scores: Tensor, live: Tensor, finished: Tensor) -> Tensor:
-        """raw [B] fp64 -> running scale -> clip -> missing-EOS penalty."""
-        cfg = self.config
+    def _shape_scores(self, ro: Rollout) -> None:
+        """Raw scores -> running scale -> clip -> missing-EOS penalty."""
+        cfg, scores = self.config, ro.raw_scores.double()
         if cfg.use_score_scaling:
             batch = RunningMoments()
-            batch.update(scores[live])
+            batch.update(scores[ro.mask.any(-1)])
             for state in self.ranks.gather(batch.state_dict()):
                 self.running.merge(**state)
             shift = self.running.mean if cfg.use_score_norm else 0.0
             scores = (scores - shift) / self.running.std
         if cfg.score_clip is not None:
             scores = scores.clamp(-cfg.score_clip, cfg.score_clip)
-        return scores - (cfg.missing_eos_penalty or 0.0) * ~finished
+        ro.scores = (scores - (cfg.missing_eos_penalty or 0.0) * ~ro.finished).to(self.dtype)
 
-    def _rewards(self, ro: Rollout, token_rewards: Tensor) -> Tensor:
+    def _add_rewards(self, ro: Rollout) -> None:
+        """Scores and the KL penalty, on top of the rewards that were given per token."""
         cfg, beta, kind = self.config, self.kl_ctl.value, KL_KINDS[self.config.kl_penalty]
-        if kind == "full":  # no function of the two log-probs, so it goes in as rewards per token
-            token_rewards, beta, kind = token_rewards - beta * ro.kl, 0.0, "k1"
+        given = ro.rewards
+        if kind == "full":  # no function of the two log-probs, so it goes in per token
+            given, beta, kind = given - beta * ro.kl, 0.0, "k1"
         options = {"kl_coef": beta, "kl_penalty": kind, "kl_placement": cfg.kl_placement}
-        logprobs = (ro.logprobs, ro.ref_logprobs)
-        rewards = compute_rewards(
-            ro.scores, *logprobs, ro.mask, token_rewards=token_rewards, **options
-        )
+        options["token_rewards"] = given
+        ro.rewards = compute_rewards(ro.scores, ro.logprobs, ro.ref_logprobs, ro.mask, **options)
         if cfg.whiten_rewards:
-            rewards = masked_whiten(rewards, ro.mask, shift_mean=False, group=self.ranks.group)
-        return rewards
+            group = self.ranks.group
+            ro.rewards = masked_whiten(ro.rewards, ro.mask, shift_mean=False, group=group)
 
     def compute_advantages(self, rollout: Rollout) -> None:
         """Set rollout.returns and .advantages (whitened over all ranks) from its rewards."""
@@ -334,7 +334,8 @@ class PPOTrainer:
         began, cfg = time.perf_counter(), self.config
         ptx = self.ranks.together(self._check.ptx, ptx_batch)
         plan, done = self._minibatches(rollout, ptx), []
-        with modes.without_dropout(*[self.model][: cfg.disable_dropout], training=True):
+        models = [self.model] if cfg.disable_dropout else []
+        with modes.without_dropout(*models, training=True):
             for rows, texts, totals in plan:
                 done.append(self._backward(rollout, rows, texts, totals))
                 if done[-1]["verdict"] == "step":

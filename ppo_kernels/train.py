@@ -108,11 +108,15 @@ def load_reward(name: str) -> RewardFunction:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does: modules beside the user come first
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         raise UserError(f"--reward {name}: {error}") from None
-    except AttributeError:
-        raise UserError(f"--reward {name}: module {module} has no {attribute!r}") from None
+    except Exception as error:
+        raise UserError(f"--reward {name}: importing {module} raised {error!r}") from error
+    if function is None:
+        raise UserError(f"--reward {name}: module {module} has no {attribute!r}")
+    if not callable(function):
+        raise UserError(f"--reward {name}: {attribute!r} is no function but {function!r}")
     try:
         inspect.signature(function).bind("prompt", "response")
     except TypeError:
@@ -219,20 +223,22 @@ def load_model(name: str) -> tuple[torch.nn.Module, Any]:
         cls = getattr(models, f"AutoModelFor{kind}WithValueHead")
         model = cls.from_pretrained(name, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise UserError(f"--model {name}: {error}") from None
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def tokenize(
-    tokenizer: Any, prompts: list[tuple[int, str]], path: Path
+    trainer: PPOTrainer, prompts: list[tuple[int, str]], path: Path, max_new_tokens: int
 ) -> tuple[list[Tensor], dict[int, int]]:
     """The prompts' ids, and the line each tensor (by its id()) came from."""
     queries, lines = [], {}
     for number, prompt in prompts:
-        ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.int64)
-        if not len(ids):
-            raise UserError(f"--prompts {path}, line {number}: the tokenizer makes no token of it")
+        ids = torch.tensor(trainer.tokenizer(prompt)["input_ids"], dtype=torch.int64)
+        try:
+            trainer.inputs.query(f"line {number}", ids, "--max-new-tokens", max_new_tokens)
+        except ValueError as error:
+            raise UserError(f"--prompts {path}, {error}") from None
         queries.append(ids)
         lines[id(ids)] = number
     return queries, lines
@@ -246,6 +252,8 @@ def run(args: argparse.Namespace, flags: dict[str, Any]) -> None:
     checkpoint = args.out / "checkpoint.pt"
     if checkpoint.exists() and not args.resume:
         raise UserError(f"--out {args.out} holds a checkpoint: add --resume, or choose another")
+    if args.out.exists() and not args.out.is_dir():
+        raise UserError(f"--out {args.out} is not a folder")
     if len(prompts) < config.batch_size:
         raise UserError(
             f"--prompts {args.prompts}: {len(prompts)} prompts, fewer than batch_size = "
@@ -253,8 +261,11 @@ def run(args: argparse.Namespace, flags: dict[str, Any]) -> None:
         )
     torch.manual_seed(config.seed)  # a value head that is not in the files starts at random
     model, tokenizer = load_model(args.model)
-    queries, lines = tokenize(tokenizer, prompts, args.prompts)
-    trainer = PPOTrainer(config, model, tokenizer=tokenizer)
+    try:
+        trainer = PPOTrainer(config, model, tokenizer=tokenizer)
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from None
+    queries, lines = tokenize(trainer, prompts, args.prompts, args.max_new_tokens)
     if checkpoint.exists():
         try:
             trainer.load_checkpoint(checkpoint)

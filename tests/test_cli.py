@@ -34,6 +34,8 @@ def fails(prompt, response):
 
 def nan(prompt, response):
     return float("nan")
+
+number = 3
 """
 SMALL = [
     "--batch-size",
@@ -83,6 +85,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     Path("my_rewards.py").write_text(REWARDS)
+    Path("broken.py").write_text("oops\n")
     rows = ['{"prompt": "tell me about the first"}', '"the second"', "", '{"prompt": "the third"}']
     rows += ['{"prompt": "about the fourth"}']
     Path("prompts.jsonl").write_text("\n".join(rows) + "\n")
@@ -133,6 +136,8 @@ def test_a_reward_of_one_text_sees_prompt_and_response(here: Path) -> None:
         ("my_rewards:absent", r"module my_rewards has no 'absent'"),
         ("no_such_module:f", r"No module named 'no_such_module'"),
         ("my_rewards", r"--reward must be module:function, got 'my_rewards'"),
+        ("my_rewards:number", r"'number' is no function but 3"),
+        ("broken:score", r"importing broken raised NameError.*oops"),
     ],
 )
 def test_reward_errors(
@@ -178,6 +183,8 @@ def test_nothing_is_written_before_the_input_is_checked(
         ([], "steps must be set"),
         (["--steps", "x"], "steps must be an integer, got 'x'"),
         (["--steps", "1", "--max-new-tokens", "0"], "max-new-tokens"),
+        (["--steps", "1", "--max-new-tokens", "60"], "line 1 and --max-new-tokens have"),
+        (["--steps", "1", "--out", "prompts.jsonl"], "--out prompts.jsonl is not a folder"),
     ):
         try:
             assert cli.main(command(model_dir, *more)) == 1

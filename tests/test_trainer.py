@@ -72,6 +72,19 @@ def test_02_eos_is_trained_whatever_the_pad_id() -> None:
     assert_same_parameters(results[0], results[2])
 
 
+@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+def test_03_a_sample_does_not_depend_on_the_rows_beside(kind: str) -> None:
+    """generate pads on the left (the encoder of a seq2seq model too) and positions start at 0."""
+    model = tiny.policy() if kind == "causal" else seq2seq()
+    trainer, queries = tiny.trainer(model), tiny.rows(4)[0]
+    with pytest.warns(UserWarning, match="do_sample=False"):
+        together = trainer.generate(queries, do_sample=False, max_new_tokens=6)
+    for query, row in zip(queries, together):
+        with pytest.warns(UserWarning, match="do_sample=False"):
+            alone = trainer.generate([query], do_sample=False, max_new_tokens=6)
+        assert alone[0].tolist() == row.tolist()
+
+
 def test_04_masked_tokens_are_no_steps_and_the_score_is_on_the_last_action() -> None:
     trainer = tiny.trainer(whiten_advantages=False, gamma=0.9, lam=0.8)
     masks = [ids(1, 0, 0, 1, 0)]
@@ -709,6 +722,17 @@ def test_30_nothing_of_the_user_s_is_changed() -> None:
     assert [m.training for m in (*model.modules(), *ref.modules())] == modes
 
 
+@pytest.mark.parametrize("unit", ["sequence", "token"])
+def test_31_the_controller_sees_the_kl_in_its_unit(unit: str) -> None:
+    trainer = tiny.trainer(ref_model=tiny.policy(1), kl_unit=unit, target=1e-3, horizon=100)
+    ro = trainer.rollout(*tiny.rows(4))
+    per_response = float((ro.logprobs - ro.ref_logprobs)[ro.mask].sum()) / 4
+    kl = per_response if unit == "sequence" else per_response * 4 / int(ro.mask.sum())
+    trainer.kl_ctl.target = kl / 1.1  # an error of 0.1, which is not clipped
+    trainer.update(ro)
+    assert trainer.kl_ctl.value == pytest.approx(0.2 * (1 + 0.1 * 4 / 100), rel=1e-5)
+
+
 # ---------------------------------------------------------------------- statistics and checks
 
 
@@ -783,6 +807,10 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"token_scores": [torch.ones(3)]}, r"token_scores must have one entry per query"),
     ({"truncated": [True]}, r"truncated must have one entry per query"),
     ({"queries": [ids(3)] * 5, "responses": [ids(4)] * 5, "scores": [0.0] * 5}, "batch_size = 4"),
+    ({"scores": None}, "scores must have one entry per query, got NoneType"),
+    ({"scores": 1.0}, "scores must have one entry per query, got float"),
+    ({"scores": [1.0, "good"]}, r"scores\[1\] must be a number, got 'good'"),
+    ({"scores": [None, 1.0]}, r"scores\[0\] must be a number, got None"),
 ]
 
 
@@ -799,6 +827,10 @@ def test_39_a_bad_row_is_named_and_nothing_has_happened(
 def test_39_bad_set_ups_are_named() -> None:
     with pytest.raises(TypeError, match="config must be a PPOConfig, got dict"):
         PPOTrainer({}, tiny.policy())
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
+        PPOTrainer(tiny.trainer().config, "gpt2")
+    with pytest.raises(TypeError, match="model has no values: wrap the GPT2LMHeadModel"):
+        tiny.trainer(tiny.gpt2())
     frozen = tiny.policy()
     frozen.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
@@ -810,6 +842,20 @@ def test_39_bad_set_ups_are_named() -> None:
     with pytest.raises(ValueError, match=r"scores\[0\] must be a number, got shape"):
         q, r, _ = tiny.rows(4)
         tiny.trainer(use_score_scaling=True).rollout(q, r, [torch.ones(len(x)) for x in r])
+
+
+def test_39_a_bad_prompt_is_named_before_anything_is_sampled() -> None:
+    trainer = tiny.trainer()
+    before = trainer.generator.get_state()
+    for queries, options, message in (
+        ([ids(3), [4, 5]], {}, r"queries\[1\] must be a 1-D tensor of token ids, got list"),
+        ([ids(3), ids()], {}, r"queries\[1\] is empty"),
+        ([ids(99)], {}, r"queries\[0\] must hold ids in \[0, 61\), got 99 to 99"),
+        ([ids(3)], {"max_new_tokens": 64}, r"queries\[0\] and max_new_tokens have 65 tokens"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            trainer.generate(queries, **options)
+    assert torch.equal(before, trainer.generator.get_state())
 
 
 def test_40_the_first_step_prints_a_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -846,10 +892,45 @@ def test_40_a_suspicious_number_names_its_cause(capsys: pytest.CaptureFixture[st
 # -------------------------------------------------------------------------- other models
 
 
-def test_seq2seq_rows_train_and_the_first_token_counts() -> None:
+def seq2seq() -> Any:
     from ppo_kernels.models import AutoModelForSeq2SeqLMWithValueHead
 
-    model = AutoModelForSeq2SeqLMWithValueHead(tiny.t5())
+    return AutoModelForSeq2SeqLMWithValueHead(tiny.t5())
+
+
+def test_seq2seq_rows_equal_each_row_alone_with_or_without_the_start_token() -> None:
+    q, r, s = tiny.rows(4)
+    started = [torch.cat([ids(0), x]) for x in r]
+    masks = [torch.arange(len(x)) != 1 for x in r]
+    trainer = tiny.trainer(seq2seq(), tiny.t5(1), mini_batch_size=4)
+    together = trainer.rollout(q, r, s, response_masks=masks)
+    with_start = [torch.cat([torch.ones(1), m]) for m in masks]
+    again = trainer.rollout(q, started, s, response_masks=with_start)
+    for i in range(4):
+        alone = trainer.rollout(q[i : i + 1], r[i : i + 1], s[i : i + 1], response_masks=[masks[i]])
+        for name in ("logprobs", "ref_logprobs", "values", "entropy", "rewards", "returns"):
+            row = getattr(together, name)[i][together.mask[i]]
+            assert torch.equal(row, getattr(again, name)[i][again.mask[i]]), name
+            close(row, getattr(alone, name)[0][alone.mask[0]], **tol.REORDERED, msg=name)
+    assert together.mask.sum() == sum(int(m.sum()) for m in masks) and together.kl.any()
+
+
+def test_seq2seq_training_raises_the_reward() -> None:
+    """generate -> rollout -> update, from texts, with a reward that only the decoder can earn."""
+    options = {"batch_size": 16, "mini_batch_size": 16, "learning_rate": 0.02, "ppo_epochs": 4}
+    trainer = tiny.trainer(seq2seq(), tokenizer=tiny.Tokenizer(), init_kl_coef=0.0, **options)
+
+    def reward(prompts: list[str], responses: list[str]) -> list[float]:
+        shares = [[int(w[1:]) < 31 for w in r.split()] for r in responses]
+        return [sum(x) / max(len(x), 1) for x in shares]
+
+    prompts = [f"w{3 + i} w{4 + i} w5" for i in range(16)]
+    means = [s["env/reward_mean"] for s in trainer.train(prompts, reward, 8, max_new_tokens=6)]
+    assert sum(means[-2:]) / 2 > means[0] + 0.2
+
+
+def test_seq2seq_rows_train_and_the_first_token_counts() -> None:
+    model = seq2seq()
     trainer = tiny.trainer(model, mini_batch_size=4)
     q = tiny.rows(4)[0]
     r = trainer.generate(q, max_new_tokens=5)

@@ -179,6 +179,20 @@ def test_35_a_state_that_does_not_fit_changes_nothing() -> None:
     assert all(torch.equal(before[n], p) for n, p in target.model.named_parameters())
 
 
+def test_35_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    trainer = tiny.trainer()
+    trainer.save_checkpoint(tmp_path / "half.pt")
+    whole = (tmp_path / "half.pt").read_bytes()
+    (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
+    for name in ("text.pt", "half.pt"):
+        with pytest.raises(ValueError, match=f"{name} is not a checkpoint"):
+            trainer.load_checkpoint(tmp_path / name)
+    torch.save(torch.ones(2), tmp_path / "tensor.pt")
+    with pytest.raises(ValueError, match="this is no state of PPOTrainer"):
+        trainer.load_checkpoint(tmp_path / "tensor.pt")
+
+
 def test_35_a_reference_made_from_the_trained_policy_is_refused(tmp_path: Path) -> None:
     """Else a resumed run would silently measure its KL from where it was resumed."""
     trainer = tiny.trainer()

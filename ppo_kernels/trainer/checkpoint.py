@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,19 @@ def write(state: dict[str, Any], path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What `write` wrote, on the CPU; nothing in the file is executed."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is not a checkpoint: {error}") from None
+
+
 def check(state: dict[str, Any], own: dict[str, Any]) -> None:
     """ValueError that says why, if `state` is not of a run whose state is `own` now."""
-    if state.keys() != own.keys():
-        wrong = ", ".join(sorted(state.keys() ^ own.keys()))
+    names = state.keys() if isinstance(state, dict) else set()
+    if names != own.keys():
+        wrong = ", ".join(sorted(map(str, names ^ own.keys())))
         raise ValueError(f"this is no state of PPOTrainer: {wrong} missing or unknown")
     theirs, ours = ({n: tuple(p.shape) for n, p in s["model"].items()} for s in (state, own))
     if theirs != ours:
@@ -66,9 +76,9 @@ def random_state(own: torch.Generator, device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], own: torch.Generator, device: torch.device) -> None:
-    own.set_state(state["generator"].cpu())
-    torch.set_rng_state(state["torch"].cpu())
+    own.set_state(state["generator"])
+    torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+        torch.cuda.set_rng_state(state["cuda"], device)
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])

@@ -56,6 +56,9 @@ class Reader:
             if not self.has_head:
                 out = self.model(**inputs)
                 x, values = out.logits if hasattr(out, "logits") else out[0], out[-1]
+                if x is None:
+                    kind = type(self.model).__name__
+                    raise ValueError(f"{kind} returns no logits: give the model inside it instead")
             else:
                 inputs.pop("position_ids", None)  # counted from attention_mask where they are taken
                 if with_values:

@@ -42,6 +42,8 @@ class InputChecker:
         columns |= {"truncated": truncated, "token_scores": token_scores}
         columns |= {"rollout_logprobs": rollout_logprobs}
         for name, x in columns.items():
+            if not hasattr(x, "__len__") and (x is not None or name in ("responses", "scores")):
+                raise TypeError(f"{name} must have one entry per query, got {type(x).__name__}")
             if x is not None and len(x) != B:
                 raise ValueError(f"{name} must have one entry per query, {B}, got {len(x)}")
         if most < B:
@@ -64,15 +66,9 @@ class InputChecker:
         self, i: int, query: Any, response: Any, score: Any, mask: Any, truncated: Any, *more: Any
     ) -> tuple[Any, ...]:
         """A checked row: the same columns."""
-        query, response = self.ids(f"queries[{i}]", query), self.ids(f"responses[{i}]", response)
+        response = self.ids(f"responses[{i}]", response)
         n = len(response)
-        if not len(query):
-            raise ValueError(f"queries[{i}] is empty: the first action needs a token before it")
-        if len(query) + n > self.max_length:
-            raise ValueError(
-                f"queries[{i}] and responses[{i}] have {len(query) + n} tokens together, "
-                f"the model takes at most {self.max_length}"
-            )
+        query = self.query(f"queries[{i}]", query, f"responses[{i}]", n)
         score, rewards = self._score(i, score, n)
         mask = _per_token(f"response_masks[{i}]", mask, n, 1.0)
         rewards = rewards + _per_token(f"token_scores[{i}]", more[0], n, 0.0)
@@ -80,6 +76,18 @@ class InputChecker:
         first = int(self.start is not None and n > 0 and response[0] == self.start)
         response, mask, rewards, sampler = (x[first:] for x in (response, mask, rewards, sampler))
         return query, response, score, mask, bool(truncated), rewards, sampler
+
+    def query(self, name: str, x: Any, response: str, n: int) -> Tensor:
+        """The ids of a query that is not empty and leaves room for n tokens of a response."""
+        x = self.ids(name, x)
+        if not len(x):
+            raise ValueError(f"{name} is empty: the first action needs a token before it")
+        if len(x) + n > self.max_length:
+            raise ValueError(
+                f"{name} and {response} have {len(x) + n} tokens together, "
+                f"the model takes at most {self.max_length}"
+            )
+        return x
 
     def ids(self, name: str, x: Any) -> Tensor:
         """A 1-D integer tensor of known tokens, as int64 on the CPU."""
@@ -94,7 +102,10 @@ class InputChecker:
 
     def _score(self, i: int, score: Any, n: int) -> tuple[float, Tensor]:
         """(score of the whole response, rewards of its n tokens)."""
-        x = torch.as_tensor(score, dtype=torch.float32).detach().cpu()
+        try:
+            x = torch.as_tensor(score, dtype=torch.float32).detach().cpu()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"scores[{i}] must be a number, got {score!r}") from None
         if not torch.isfinite(x).all():
             raise ValueError(f"scores[{i}] must be finite, got {x.tolist()}")
         if x.numel() == 1 and x.dim() <= 1:

@@ -61,9 +61,11 @@ class PPOTrainer:
     ) -> None:
         if not isinstance(config, PPOConfig):
             raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
         self.config = cfg = dataclasses.replace(config)
         self.model, self.tokenizer, self.lr_scheduler = model, tokenizer, lr_scheduler
-        first = next(model.parameters())
+        first = next(model.parameters(), torch.empty(0))
         self.device = first.device
         self.dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self.ranks = Ranks(group, self.device)
@@ -71,6 +73,11 @@ class PPOTrainer:
         ref, self.reference = modes.reference_policy(model, ref_model, reference)
         self.ref_model = None if ref is model else ref
         self._policy, self._ref = Reader(model, cfg.bf16), Reader(ref, cfg.bf16, self.reference)
+        if self._policy.has_head and not hasattr(model, "value_parameters"):
+            raise TypeError(
+                f"model has no values: wrap the {type(model).__name__} in ppo_kernels.models."
+                "AutoModelForCausalLMWithValueHead (or ForSeq2SeqLM), or in PolicyAndValue"
+            )
         self._frozen_sum = checkpoint.frozen_sum(model, self.ref_model)
         self._set_optimizer(optimizer)
         self.ranks.broadcast(p for p in model.parameters() if p.requires_grad)
@@ -98,7 +105,7 @@ class PPOTrainer:
         config = getattr(self.model, "config", None)
         seq2seq = getattr(config, "is_encoder_decoder", False)
         self.start_token_id = config.decoder_start_token_id if seq2seq else None
-        self._check = InputChecker(self.config, config, self.eos_ids, self.start_token_id)
+        self.inputs = InputChecker(self.config, config, self.eos_ids, self.start_token_id)
         if self.config.missing_eos_penalty is not None and not self.eos_ids:
             raise ValueError(
                 "missing_eos_penalty needs an EOS id: give a tokenizer with eos_token_id, or set "
@@ -148,8 +155,10 @@ class PPOTrainer:
         and generation_config stay as they are. return_prompt puts the query in front.
         """
         self._check_sampling(gen_kwargs)
+        room = ("max_new_tokens", gen_kwargs.get("max_new_tokens") or 1)
+        prompts = [self.inputs.query(f"queries[{i}]", q, *room) for i, q in enumerate(queries)]
         empty = torch.empty(0, dtype=torch.int64)
-        batch = collate(queries, [empty] * len(queries), self.pad_token_id).to(self.device)
+        batch = collate(prompts, [empty] * len(prompts), self.pad_token_id).to(self.device)
         options = {"temperature": self.config.temperature, "pad_token_id": self.pad_token_id}
         options |= {"eos_token_id": self.eos_ids} if self.eos_ids else {}
         options |= {name: plain[0] for name, plain in PLAIN_SAMPLING.items()}
@@ -200,7 +209,7 @@ class PPOTrainer:
         Order: raw score -> running scale -> clip -> missing-EOS penalty -> on the last action ->
         + KL penalty -> optional whitening. Of the trainer, only the running moments move.
         """
-        x = self.ranks.together(lambda: self._check(queries, responses, scores, **options))
+        x = self.ranks.together(lambda: self.inputs(queries, responses, scores, **options))
         full = self._collate(x["queries"], x["responses"], x["response_masks"])
         kind = {"device": self.device, "dtype": self.dtype}
         fields = {name: torch.zeros(full.mask.shape, **kind) for name in TOKEN_FIELDS}
@@ -332,7 +341,7 @@ class PPOTrainer:
         target) pairs; their LM loss joins the same optimizer steps, each text once per pass.
         """
         began, cfg = time.perf_counter(), self.config
-        ptx = self.ranks.together(self._check.ptx, ptx_batch)
+        ptx = self.ranks.together(self.inputs.ptx, ptx_batch)
         plan, done = self._minibatches(rollout, ptx), []
         models = [self.model] if cfg.disable_dropout else []
         with modes.without_dropout(*models, training=True):
@@ -522,7 +531,7 @@ class PPOTrainer:
 
     def load_checkpoint(self, path: str | Path) -> None:
         """load_state_dict of a file that save_checkpoint wrote."""
-        self.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
+        self.load_state_dict(checkpoint.read(Path(path)))
 
 
 def _split(rows: Sequence[Any], size: int) -> list[Any]:

@@ -104,7 +104,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def _cache_dir() -> Path:
-    if "PPO_KERNELS_CACHE" in os.environ:
+    if os.environ.get("PPO_KERNELS_CACHE"):
         return Path(os.environ["PPO_KERNELS_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ppo_kernels"
 
@@ -326,7 +326,10 @@ def _cuda() -> tuple[str | None, list[str], str]:
         return None, [], f"nvcc {version} is newer than torch's CUDA {torch.version.cuda}"
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout
     wanted = re.split(r"[;,\s]+", _arch_list().strip())
-    archs = [a for a in wanted if f"sm_{_digits(a)}".rstrip("af") in known.split()]
+    try:
+        archs = [a for a in wanted if f"sm_{_digits(a)}".rstrip("af") in known.split()]
+    except NativeError as error:
+        return None, [], str(error)
     if not archs:
         return None, [], f"nvcc {version} knows none of the architectures {' '.join(wanted)}"
     return nvcc, archs, ""

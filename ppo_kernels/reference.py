@@ -271,7 +271,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str = "k1") -> Tens
     d = upcast(logprobs) - upcast(ref_logprobs)
     if kind.endswith("+"):
         k2 = 0.5 * d * d
-        return kl_penalty(logprobs, ref_logprobs, kind[:-1]).detach() + (k2 - k2.detach())
+        straight = torch.where(k2.isfinite(), k2 - k2.detach(), 0.0)
+        return kl_penalty(logprobs, ref_logprobs, kind[:-1]).detach() + straight
     if kind == "k1":
         return d
     if kind == "k2":

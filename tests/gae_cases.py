@@ -43,6 +43,8 @@ def random_call(
     call["truncated"] = some(0.1) if given(0.3) else None
     if call["truncated"] is not None:
         call["bootstrap"] = normal(*shape)
+        if call["terminated"] is not None:  # wins in gae(); kernels are never given both
+            call["truncated"] &= ~call["terminated"]
     elif given():
         call["bootstrap"] = normal(rows)
     call["lam_returns"] = pick(1.0, 0.9) if given(0.3) else None

@@ -276,7 +276,9 @@ def test_views(gae: Backend) -> None:
 
 def test_fused_shaping(gae: Backend) -> None:
     for kind in ("k1", "k2", "k3", "abs"):
-        call = random_call(4, (2, 37), dtype=gae.dtype, logprobs=None, ref_logprobs=None)
+        call = random_call(
+            4, (2, 37), dtype=gae.dtype, logprobs=None, ref_logprobs=None, kl_coef=0.0
+        )
         logp, ref = torch.randn(2, 2, 37, dtype=gae.dtype).unbind()
         logp[0, :3] += torch.tensor([1e-4, 30.0, -30.0])  # cancellation, and the clamp of k3
         shaped = -0.2 * pk.kl_penalty(logp, ref, kind)

@@ -89,7 +89,12 @@ def test_long_row(folder: Path) -> None:
     """131072 tokens, as the launch code of a card with 132 multiprocessors spreads them."""
     emu = emulation.load(emulation.build(folder / "emu"))
     call = long_call() | {"gamma": 1.0, "lam": 1.0, "bootstrap": None, "logprobs": None}
-    call |= {"ref_logprobs": None, "rewards": torch.randn(1, 131072) * 0.1, "scores": None}
+    call |= {
+        "ref_logprobs": None,
+        "kl_coef": 0.0,
+        "rewards": torch.randn(1, 131072) * 0.1,
+        "scores": None,
+    }
     call |= {"values": torch.randn(1, 131072), "mask": torch.rand(1, 131072) < 0.9}
     out = run(emu, poisoned(call), launch="planned", sms=132)
     torch.testing.assert_close(out.advantages.double(), expected(call)[0], **LONG_SCAN)

@@ -97,7 +97,9 @@ def test_reference_in_fp64_is_the_delta_form() -> None:
     from ppo_kernels import reference
 
     for seed in range(20):
-        call = random_call(seed, (3, 20), torch.float64, logprobs=None, ref_logprobs=None)
+        call = random_call(
+            seed, (3, 20), torch.float64, logprobs=None, ref_logprobs=None, kl_coef=0.0
+        )
         names = ("mask", "scores", "bootstrap", "terminated", "truncated", "gamma", "lam")
         given = {k: call.get(k) for k in names}
         given["mask"] = torch.ones(3, 20).bool() if given["mask"] is None else given["mask"]
@@ -173,6 +175,16 @@ def test_torchrl(case: dict) -> None:
 V = torch.zeros(2, 3)
 CU = torch.tensor([0, 2, 6], dtype=torch.int32)
 N = torch.zeros(6)
+
+
+def test_terminated_wins_over_truncated() -> None:
+    """Gymnasium's last step of an episode that ends in its time limit carries both flags."""
+    both = torch.ones(1, 1, dtype=torch.bool)
+    zero = torch.zeros(1, 1)
+    out = pk.gae(zero, zero, terminated=both, truncated=both, bootstrap=zero + 7)
+    assert out.advantages.item() == 0
+
+
 BAD = [
     (TypeError, "values", {"values": [[1.0]]}),
     (TypeError, "values", {"values": V.long()}),
@@ -195,6 +207,7 @@ BAD = [
     (ValueError, "lam", {"lam": -0.1}),
     (ValueError, "lam_returns", {"lam_returns": 2.0}),
     (TypeError, "kl_coef", {"kl_coef": None}),
+    (ValueError, "kl_coef=0.1 needs", {"kl_coef": 0.1}),
     (ValueError, "kl_penalty", {"kl_penalty": "k4"}),
     (ValueError, "kl_penalty", {"kl_penalty": "k3+"}),
     (ValueError, "cu_seqlens", {"values": N, "cu_seqlens": torch.tensor([0, 2, 5])}),

@@ -253,6 +253,58 @@ def test_frozen_inputs_and_untrained_rows() -> None:
     assert not again.loss.requires_grad and again.loss == loss
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_chunk_without_any_gradient_adds_nothing(dtype: torch.dtype, compact: bool) -> None:
+    """Every token clipped in most chunks: their products have no inner dimension left."""
+    x = problem(40, dtype=dtype)
+    x["labels"][0] = 1
+    with torch.no_grad():
+        junk = torch.full((200, 200), 3.0, dtype=dtype) @ torch.full((200, 200), 5.0, dtype=dtype)
+        assert junk.isfinite().all()  # whatever scratch memory GEMMs keep is not 0 now
+        old = pk.logprobs_from_hidden(**x) - 1
+    advantages = torch.zeros(40)
+    advantages[0] = -1.0  # not clipped above; the other tokens have nothing to gain
+    loss = pk.ppo_loss_from_hidden(**x, old_logprobs=old, advantages=advantages, chunk_tokens=8,
+                                   compact=compact).loss  # fmt: skip
+    got, e = gradients(loss, x), exact(x)
+    logp, _ = by_logits(e)
+    want = gradients(torch.exp(logp[0] - old[0].double()) / 39, e)
+    close(got, want, tol.FP32 if dtype == torch.float32 else tol.BF16_GRADIENT)
+
+
+@pytest.mark.parametrize("op", ["ppo_loss", "lm_loss", "logprobs"])
+def test_all_rows_in_the_gemms_and_nan_in_those_that_do_not_count(op: str) -> None:
+    """compact=False multiplies dead rows by 0, and 0 * NaN would be NaN in all of dW."""
+    x = problem()
+    dead = torch.arange(23) % 5 == 2
+    labels = x.pop("labels").masked_fill(dead, -100)
+    found = []
+    for poison, compact in ((0.0, True), (torch.nan, False)):
+        h = torch.where(dead.unsqueeze(-1), poison, x["hidden"].detach()).requires_grad_()
+        y = {**x, "hidden": h}
+        call = {**y, "labels": labels, "chunk_tokens": 6, "compact": compact}
+        if op == "ppo_loss":
+            loss = pk.ppo_loss_from_hidden(
+                **call, old_logprobs=torch.full((23,), -3.0), advantages=torch.ones(23)
+            ).loss
+        else:
+            loss = pk.lm_loss(**call) if op == "lm_loss" else pk.logprobs_from_hidden(**call).sum()
+        found.append([loss, *gradients(loss, y)])
+    close(found[1], found[0])
+
+
+@pytest.mark.parametrize("op", [pk.lm_loss, pk.logprobs_from_hidden])
+def test_fp64_hidden_states_and_a_bf16_weight(op: Any) -> None:
+    x = problem(V=50) | {"hidden": torch.randn(23, 16, dtype=torch.float64, requires_grad=True)}
+    x["weight"] = x["weight"].detach().bfloat16().requires_grad_()
+    got, e = gradients(op(**x).sum(), x), exact(x)
+    want = gradients(op(**e).sum(), e)
+    assert [g.dtype for g in got] == [torch.float64, torch.bfloat16, torch.float32]
+    close(got[::2], want[::2], tol.FP32_SUM)
+    close(got[1:2], want[1:2], tol.BF16_GRADIENT)
+
+
 def test_label_out_of_range_poisons_its_row() -> None:
     x = problem()
     x["labels"][3] = 37
@@ -260,6 +312,11 @@ def test_label_out_of_range_poisons_its_row() -> None:
     assert logp.isnan().nonzero().flatten().tolist() == [3]
     grad = gradients(logp.sum(), x)[0]
     assert grad[3].isnan().all() and grad[torch.arange(23) != 3].isfinite().all()
+
+
+def test_meta() -> None:
+    x = {k: t.to("meta") for k, t in problem().items()}
+    assert pk.logprobs_from_hidden(**x).shape == (23,) and pk.lm_loss(**x).shape == ()
 
 
 def test_empty() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,8 +135,20 @@ def test_arch_list(monkeypatch: pytest.MonkeyPatch) -> None:
         "-gencode=arch=compute_120,code=sm_120",
         "-gencode=arch=compute_120,code=compute_120",
     ]
-    with pytest.raises(_native.NativeError, match="Hopper"):
-        _native._gencode(["Hopper"])
+    # Whoever names an architecture that we do not know still gets the CPU part.
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    monkeypatch.setattr(torch.version, "cuda", "99.0")
+    monkeypatch.setattr(_native, "_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(_native, "_nvcc_version", lambda nvcc: "13.0")
+    monkeypatch.setattr(_native.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout="sm_90"))
+    nvcc, archs, left_out = _native._cuda()
+    assert nvcc is None and archs == [] and "Hopper" in left_out
+
+
+def test_an_empty_cache_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PPO_KERNELS_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert _native._cache_dir() == Path("/somewhere/ppo_kernels")
 
 
 @pytest.mark.slow

@@ -134,6 +134,10 @@ V = torch.zeros(2, 3)
         (ValueError, "kl_placement", {"kl_placement": "end"}),
         (ValueError, "token_rewards", {"token_rewards": torch.zeros(3, 3)}),
         (TypeError, "kl_coef", {"kl_coef": "0.1"}),
+        (ValueError, "kl_coef", {"kl_coef": torch.ones(2)}),
+        (ValueError, "kl_coef", {"kl_coef": 10**400}),
+        (ValueError, "kl_coef", {"kl_coef": 1e39}),
+        (TypeError, "mask", {"mask": torch.ones(2, 3, dtype=torch.complex64)}),
     ],
 )
 def test_bad_input(error: type, name: str, call: dict) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from tolerances import FAR_FROM_ZERO, FP32, FP64, ORACLE
+from tolerances import FAR_FROM_ZERO, FAR_FROM_ZERO_FP64, FP32, FP64, ORACLE
 from torch import Tensor
 
 import ppo_kernels as pk
@@ -142,3 +142,13 @@ def test_bad_input(error: type, name: str, call: dict) -> None:
     call = {"x": torch.zeros(3)} | call
     with pytest.raises(error, match=f"^{name} "):
         pk.masked_whiten(call.pop("x"), call.pop("mask", None), **call)
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_fp64_far_from_zero_keeps_its_digits(shift_mean: bool) -> None:
+    """Squares of 1e7 leave two digits to a deviation of 1; taken around the mean, they leave all."""
+    x = torch.randn(1000, dtype=torch.float64) + 1e7
+    want = (x - x.mean()) / x.std() + (0 if shift_mean else x.mean())
+    got = pk.masked_whiten(x, shift_mean=shift_mean)
+    # The input itself has 9 decimals.
+    torch.testing.assert_close(got, want, **FAR_FROM_ZERO_FP64)

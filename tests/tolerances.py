@@ -55,6 +55,8 @@ LONG_SCAN = {"rtol": 1e-4, "atol": 2e-3}
 ORACLE_FP64 = {"rtol": 1e-9, "atol": 1e-9}
 # fp32 numbers around 30000 with a deviation of 0.05: the input itself has only that many digits.
 FAR_FROM_ZERO = {"rtol": 0.0, "atol": 1e-3}
+# fp64 numbers around 1e7 with a deviation of 1: 2e-9 apart, and eps of 1e-8 in the variance.
+FAR_FROM_ZERO_FP64 = {"rtol": 1e-15, "atol": 1e-7}
 # bf16 gradients through bf16 GEMMs: d(logits) and the result are each rounded to 2^-9 relative.
 BF16_GRADIENT = {"rtol": 2**-7, "atol": 2e-2}
 # A loss in fp32 split into micro-batches: the same per-token numbers, added in fp64.

@@ -96,6 +96,7 @@ void store(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, cons
 
 void block(const GemmArgs& g, int64_t i0, int64_t j0, Scratch& s) {
   const int64_t m = least(GEMM_M, g.M - i0), n = least(GEMM_N, g.N - j0);
+  if (g.K == 0) __builtin_memset(s.sums, 0, sizeof s.sums);
   for (int64_t k0 = 0; k0 < g.K; k0 += GEMM_K) {
     const int64_t k = least(GEMM_K, g.K - k0);
     pack_a(g, i0, m, k0, k, s.a);

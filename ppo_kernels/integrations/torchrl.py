@@ -27,12 +27,12 @@ def vec_generalized_advantage_estimate(
     terminated = done if terminated is None else terminated
 
     def rows(x: Tensor) -> Tensor:
-        return x.movedim(time_dim, -1).reshape(-1, x.shape[time_dim])
+        return x.movedim(time_dim, -1).flatten(0, -2)
 
     values = rows(state_value)
     term = rows(terminated).bool()
     cut = rows(done).bool() & ~term
-    cut[:, -1] = ~term[:, -1]
+    cut[:, -1:] = ~term[:, -1:]
     out = _gae(
         rows(reward),
         values,

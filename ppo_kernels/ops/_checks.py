@@ -8,10 +8,13 @@ from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32)
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensor:
@@ -44,8 +47,10 @@ def like(
     other_name: str,
     dtypes: tuple[torch.dtype, ...] | None = FLOATS,
 ) -> None:
-    """x is a tensor with the shape and device of `other`."""
+    """x is a tensor with the shape and device of `other`; dtypes None: of any real dtype."""
     tensor(name, x, dtypes)
+    if x.is_complex():
+        raise TypeError(f"{name} must have a real dtype, got {str(x.dtype)[6:]}")
     if x.shape != other.shape:
         shape(name, x, other.shape, other_name)
     if x.device != other.device:
@@ -55,17 +60,27 @@ def like(
 def number(
     name: str, x: Any, low: float | None = None, high: float | None = None, above: bool = False
 ) -> float:
-    """x is a finite real number in [low, high] (above: in (low, high])."""
+    """x is a number that fp32 holds, in [low, high] (above: in (low, high])."""
     # Real is an abstract class: asking it takes longer than all the rest.
     if type(x) is not float and (isinstance(x, bool) or not isinstance(x, Real)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    x = float(x)
+    try:
+        x = float(x)
+    except OverflowError:
+        x = float("inf")
     below = low is not None and (x <= low if above else x < low)
-    if x != x or below or (high is not None and x > high) or x in (float("inf"), float("-inf")):
+    if x != x or below or (high is not None and x > high) or abs(x) > FP32_MAX:
         left = "" if low is None else f" {'>' if above else '>='} {low:g}"
         right = "" if high is None else f"{' and' if left else ''} <= {high:g}"
-        raise ValueError(f"{name} must be a finite number{left}{right}, got {x!r}")
+        beyond = ", more than fp32 holds" if FP32_MAX < abs(x) < float("inf") else ""
+        raise ValueError(f"{name} must be a finite number{left}{right}, got {x!r}{beyond}")
     return x
+
+
+def group(name: str, x: Any) -> None:
+    """x is None or a process group."""
+    if x is not None and not isinstance(x, dist.ProcessGroup):
+        raise TypeError(f"{name} must be a torch.distributed.ProcessGroup, got {type(x).__name__}")
 
 
 def choice(name: str, x: Any, options: tuple[str, ...]) -> str:
@@ -80,7 +95,7 @@ def cu_seqlens(name: str, cu: Any, n: int, device: torch.device) -> None:
     if cu.dim() != 1 or cu.numel() < 1:
         raise ValueError(f"{name} must have shape [S + 1], got {tuple(cu.shape)}")
     same_device(name, cu, device, "the packed inputs")
-    if cu.device.type != "cpu" or torch.compiler.is_compiling():
+    if cu.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(cu, FakeTensor):
         return
     if int(cu[0]) != 0 or int(cu[-1]) != n:
         raise ValueError(f"{name} must run from 0 to {n}, got {int(cu[0])} to {int(cu[-1])}")

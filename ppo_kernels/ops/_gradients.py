@@ -1,9 +1,31 @@
 """Losses whose op makes the gradients along with the loss: backward only scales them."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose results raise when they are differentiated again (create_graph=True).
+
+    torch's once_differentiable looks at the incoming gradient alone: below a plain sum, which is a
+    constant, it lets second derivatives of 0 through.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        message = "ppo_kernels: the gradient of an op is not differentiable a second time"
+        fail = torch._C._functions.DelayedError(message.encode(), 1)
+        return tuple(None if g is None else fail(g.detach().requires_grad_()) for g in found)
+
+    return run
 
 
 class _WithGradients(torch.autograd.Function):
@@ -20,7 +42,7 @@ class _WithGradients(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         compiling = torch.compiler.is_compiling()
         if ctx.once and not compiling:
@@ -31,7 +53,7 @@ class _WithGradients(torch.autograd.Function):
                 )
             ctx.consumed = True
         # Second tensors of this size only where the first are needed once more.
-        keep = compiling or (not ctx.once and _keeps_graph())
+        keep = compiling or _transformed() or (not ctx.once and _keeps_graph())
         as_it_is = not keep and _is_one(grad)
         found: list[Tensor | None] = []
         for d, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[3:]):
@@ -51,8 +73,23 @@ def _keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def _transformed() -> bool:
+    """Whether torch.func (vmap, grad, batched gradients) is at work."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def refuse_transforms() -> None:
+    """Raise under torch.func, which would drop the gradients that an op keeps for backward."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and _transformed():
+        raise RuntimeError(
+            "ppo_kernels has no rules for torch.func's transforms (vmap, grad, jvp): call the op "
+            "outside of them, or under torch.no_grad()"
+        )
+
+
 def needs(*inputs: Tensor | None) -> list[bool]:
     """Which inputs want a gradient from the call at hand."""
+    refuse_transforms()
     return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
 
 

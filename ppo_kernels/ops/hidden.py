@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks
-from ppo_kernels.ops._gradients import needs, with_gradients
+from ppo_kernels.ops._gradients import first_order, needs, refuse_transforms, with_gradients
 from ppo_kernels.ops._library import LIB, define
 from ppo_kernels.ops.logprobs import TRANSFORM, check_temperature, merged_partials, shard_of
 from ppo_kernels.ops.loss import (
@@ -90,6 +90,10 @@ class _Problem(NamedTuple):
             return None
         rows = wanted.nonzero().squeeze(-1)
         return None if rows.numel() == wanted.numel() else rows
+
+    def without_dead(self, x: Tensor, live: Tensor) -> Tensor:
+        """x, where all rows go through the GEMMs, with 0 in dead ones: their NaN times 0 is NaN."""
+        return x if self.compact else torch.where(live.unsqueeze(-1), x, 0)
 
     def parts(self, rows: Tensor | None, step: int) -> Iterator[tuple[slice, slice | Tensor]]:
         """For up to `step` rows at a time: their place among `rows`, and among all rows."""
@@ -196,8 +200,9 @@ class _WeightSums:
         self.out = p.weight.new_empty((V, H), dtype=_gradient_dtype(p.weight))
         self.own, self.more = self.out, self.out.new_empty((0, H), dtype=p.sum_dtype)
         if self.out.dtype != p.sum_dtype:
-            half = V // 2
-            self.own = self.out.view(-1)[: 2 * half * H].view(p.sum_dtype).view(half, H)
+            per_sum = p.sum_dtype.itemsize // self.out.itemsize
+            half = V // per_sum
+            self.own = self.out.view(-1)[: per_sum * half * H].view(p.sum_dtype).view(half, H)
             budget = SUM_BYTES.get(p.weight.device.type, SUM_BYTES["cpu"])
             self.more = self.more.new_empty((min(V - half, budget // (4 * H)), H))
         self.own.zero_()
@@ -281,7 +286,9 @@ def _visit_rows(
                 z, g, h, labels, *transform, *softmax, entropy, None
             )
             found += [g, torch.zeros_like(g) if h is None else h]
-            _chunk_gradients(p, part, x, z, p.where(_is_live(g, h)), d_hidden, d_weight, d_bias)
+            live = _is_live(g, h)
+            x = p.without_dead(x, live)
+            _chunk_gradients(p, part, x, z, p.where(live), d_hidden, d_weight, d_bias)
         table[: len(found), part] = torch.stack(found)
     return table
 
@@ -332,7 +339,8 @@ def _by_columns(
     softmax: row_max, log_sum, entropy. shard: as in logprobs_bwd. An output None is not wanted.
     """
     (V, H), size = p.weight.shape, p.logits_dtype.itemsize
-    rows = p.where(_is_live(grad_logp, grad_entropy) & (p.labels != p.ignore_index))
+    live = _is_live(grad_logp, grad_entropy) & (p.labels != p.ignore_index)
+    rows = p.where(live)
     n = p.labels.numel() if rows is None else rows.numel()
     budget = p.chunk_tokens * V * size
     step = max(1, min(n, max(p.chunk_tokens, math.isqrt(budget // size))))
@@ -347,7 +355,7 @@ def _by_columns(
         here = shard.clone()
         here[0] += cols.start
         for at, part in p.parts(rows, step):
-            x = p.hidden[part].to(p.gemm_dtype)
+            x = p.without_dead(p.hidden[part].to(p.gemm_dtype), live[part])
             z = buffer[: x.shape[0] * (cols.stop - cols.start)].view(x.shape[0], -1)
             _project(p, z, x, cols)
             g, h, *sums = (None if t is None else t[part] for t in per_row)
@@ -519,7 +527,7 @@ class _Logprobs(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> Any:
         nothing = (None,) * (3 + len(ctx.numbers))
         if grad_logp is None and grad_entropy is None:
@@ -756,6 +764,7 @@ def _problem(
     compact: bool,
 ) -> list[Any]:
     """The checked arguments in the order of PROBLEM, rows flattened."""
+    refuse_transforms()
     weight, bias = gathered(weight), gathered(bias)
     _check_shapes(hidden, weight, labels, bias)
     temperature = check_temperature(temperature, labels)
@@ -790,7 +799,9 @@ def _problem(
 
 def _as_autocast(x: Tensor | None) -> Tensor | None:
     """As F.linear would see it: cast once where autocast is on."""
-    if x is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if x is None or x.is_meta or x.dtype == torch.float64:
+        return x
+    if not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
@@ -836,6 +847,7 @@ def _chunk_tokens(asked: int | None, weight: Tensor, logits_dtype: torch.dtype) 
 
 
 def _check_weight(weight: Any, bias: Any, tp_group: Any) -> None:
+    _checks.group("tp_group", tp_group)
     for name, x in (("weight", weight), ("bias", bias)):
         if tp_group is not None and hasattr(x, "full_tensor"):
             raise TypeError(

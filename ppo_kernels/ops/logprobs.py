@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks
+from ppo_kernels.ops._gradients import first_order, refuse_transforms
 from ppo_kernels.ops._library import define
 
 # How a logit becomes z, and the label that counts for nothing. softcap 0 is none; temperatures
@@ -125,7 +126,7 @@ class _Logprobs(torch.autograd.Function):
         return logp, entropy, lse, sum_p2
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> Any:
         nothing = (None,) * 6
         if grad_logp is None and grad_entropy is None:
@@ -217,12 +218,15 @@ def logprobs_from_logits(
     a tensor that is not > 0. -inf columns are masked vocabulary: they contribute nothing. A row
     whose outputs receive no gradient gets gradient 0, whatever is in it.
 
-    inplace_backward: the gradient overwrites the logits, which saves a tensor of their size.
+    inplace_backward: the gradient overwrites the logits, which saves a tensor of their size (and
+    is not for logits that are a leaf: their .grad would be they themselves).
     Whatever needs them afterwards, a second backward included, raises. Under torch.compile the
     flag changes nothing. tp_group: a process group whose ranks hold consecutive slices of the
     vocabulary in rank order, of any sizes, and the same labels: one all_gather of 16 bytes per
     token (after one of 8 bytes per rank), none in backward.
     """
+    refuse_transforms()
+    _checks.group("tp_group", tp_group)
     x, y, transform = logit_rows(
         logits, labels, temperature, logit_scale, softcap, ignore_index, inplace_backward
     )

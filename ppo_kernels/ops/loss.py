@@ -129,6 +129,8 @@ class LossStats:
         return dict(zip(self.names, self.tensor.tolist()))
 
     def __repr__(self) -> str:
+        if self.tensor.is_meta:
+            return f"LossStats({', '.join(self.names)})"
         return f"LossStats({', '.join(f'{k}={v:.4g}' for k, v in self.as_dict().items())})"
 
 
@@ -193,12 +195,13 @@ def ppo_loss(
         token, of a kind listed at `kl_penalty`; as a loss only "k2" and the "+" kinds have the
         right gradient.
     rollout_logprobs: log-probs of the policy that sampled, where it is not old_logprobs's; the
-        policy term is weighed by `w = min(exp(old - rollout), is_cap)`, a constant (truncated
-        importance sampling).
+        policy term is weighed by `w = min(exp(clamp(old - rollout, -20, 20)), is_cap)`, a constant
+        (truncated importance sampling).
     reduction: agg. "token-mean"; "seq-mean-token-mean" and "seq-mean-token-sum", the mean over
         sequences with a trained token of their token means or sums; "sum".
     normalizer: replaces agg's denominator (tokens, or sequences for the sequence means; divides
-        "sum"). Pass that of the full batch and micro-batches add up to it, loss and gradient.
+        "sum"). Pass that of the full batch and micro-batches add up to it, loss and gradient. A
+        tensor is not looked at: one that is not > 0 makes the loss 0.
     whiten: `gae(...).stats`; A becomes `(A - mean) / std` as by masked_whiten.
 
     stats: the four aggregates before their coefficients (policy_loss, value_loss, entropy,
@@ -277,7 +280,7 @@ def ppo_loss_from_logits(
 
     inplace_backward: the gradient takes the place of the logits, in this very call: nothing of
     their size is allocated. What else saved them for backward raises, and so does a second
-    backward. It needs logits that require grad; under torch.compile it changes nothing.
+    backward. Where the logits require no grad, and under torch.compile, it changes nothing.
 
     ValueError or TypeError as the two functions raise them.
     """
@@ -394,6 +397,7 @@ def _check_layout(like: Tensor, name: str, options: dict[str, Any]) -> None:
         )
     normalizer = options["normalizer"]
     if isinstance(normalizer, Tensor):
+        _checks.tensor("normalizer", normalizer, _checks.FLOATS + _checks.INDICES)
         _checks.shape("normalizer", normalizer, (), "a number")
         _checks.same_device("normalizer", normalizer, like.device, name)
     elif normalizer is not None:

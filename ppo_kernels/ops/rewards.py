@@ -48,7 +48,8 @@ def compute_rewards(
     kl_coef means. token_rewards [B, T] are added at the actions.
 
     scores [B]; logprobs, ref_logprobs [B, T]; mask [B, T], True at the actions. A row without an
-    action drops its score. Masked slots are exactly 0. Returns fp32 (fp64 for fp64), detached.
+    action drops its score. kl_coef: a number, or a 0-d tensor. Masked slots are exactly 0.
+    Returns fp32 (fp64 for fp64), detached.
     """
     _checks.tensor("logprobs", logprobs, _checks.FLOATS)
     if logprobs.dim() != 2:
@@ -60,7 +61,10 @@ def compute_rewards(
     _checks.same_device("scores", scores, logprobs.device, "logprobs")
     _checks.choice("kl_penalty", kl_penalty, reference.KL_KINDS)
     _checks.choice("kl_placement", kl_placement, ("token", "terminal_mean"))
-    if not isinstance(kl_coef, Tensor):
+    if isinstance(kl_coef, Tensor):
+        _checks.tensor("kl_coef", kl_coef, _checks.FLOATS)
+        _checks.shape("kl_coef", kl_coef, (), "a number")
+    else:
         _checks.number("kl_coef", kl_coef)
     if token_rewards is not None:
         _checks.like("token_rewards", token_rewards, logprobs, "logprobs")

@@ -39,6 +39,7 @@ def masked_whiten(
     x: any shape, floating; mask: bool of the same shape. stats: fp64 [3] = (n, sum, sum of
     squares), for example `gae(...).stats`, to use instead of x's own. group: a process group
     whose ranks' sums are added up first; every rank must call, also with nothing valid.
+    Sums run in fp64; of fp64 x itself they are taken twice, the second time around the mean.
     Returns fp32 (fp64 for fp64), detached: whitened advantages are targets.
     """
     _checks.tensor("x", x, _checks.FLOATS)
@@ -51,9 +52,21 @@ def masked_whiten(
         _checks.tensor("stats", stats, (torch.float64,))
         _checks.shape("stats", stats, (3,), "(n, sum, sum of squares)")
         _checks.same_device("stats", stats, x.device, "x")
+    _checks.group("group", group)
     with torch.no_grad():
-        sums = reference.masked_sums(x, mask) if stats is None else stats
-        if group is not None:
-            sums = sums.clone()
-            dist.all_reduce(sums, group=group)
-        return reference.masked_whiten(x, mask, sums, shift_mean)
+        sums = _total(reference.masked_sums(x, mask) if stats is None else stats, group)
+        if x.dtype != torch.float64 or stats is not None:
+            return reference.masked_whiten(x, mask, sums, shift_mean)
+        # Squares of fp64 numbers far from 0 lose their deviations: once more, around the mean.
+        mean, _ = reference.mean_rstd(sums)
+        sums = _total(reference.masked_sums(x - mean, mask), group)
+        y = reference.masked_whiten(x - mean, mask, sums)
+        return y if shift_mean else torch.where(mask, y + mean, y)
+
+
+def _total(sums: Tensor, group: Any) -> Tensor:
+    if group is None:
+        return sums
+    sums = sums.clone()
+    dist.all_reduce(sums, group=group)
+    return sums

@@ -146,7 +146,7 @@ def test_bad_input(error: type, name: str, call: dict) -> None:
 
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_fp64_far_from_zero_keeps_its_digits(shift_mean: bool) -> None:
-    """Squares of 1e7 leave two digits to a deviation of 1; taken around the mean, they leave all."""
+    """Squares of 1e7 leave two digits to a deviation of 1; around the mean they leave all."""
     x = torch.randn(1000, dtype=torch.float64) + 1e7
     want = (x - x.mean()) / x.std() + (0 if shift_mean else x.mean())
     got = pk.masked_whiten(x, shift_mean=shift_mean)

@@ -1,4 +1,4 @@
-"""Losses whose op makes the gradients along with the loss: backward only scales them."""
+"""Losses whose op makes the gradients along with the loss; gradients that are first-order only."""
 
 import functools
 from collections.abc import Callable

@@ -45,49 +45,42 @@ inline double expm1_(double x) { return __builtin_expm1(x); }
 
 template <class F>
 struct Block {
-  uint8_t valid[kBlock], stop[kBlock];
+  int32_t valid[kBlock], stop[kBlock];  // as wide as a float, so that a select needs no unpacking
   F r[kBlock], v[kBlock], c[kBlock], x[kBlock], x_returns[kBlock];
 };
 
-// out[i] = in[at + i] for i < n, whatever the dtype.
+// out[i] = in[at + i] where use[i] is set, else 0, for i < n. Whatever hides behind a mask is gone.
 template <class F>
-void load(F* __restrict out, const Input& in, int64_t at, int n) {
+void load(F* __restrict out, const Input& in, int64_t at, const int32_t* __restrict use, int n) {
+  const auto select = [&](const auto* __restrict p, auto convert) {
+    for (int i = 0; i < n; ++i) {
+      const F x = convert(p[i]);
+      out[i] = use[i] ? x : F(0);
+    }
+  };
   switch (in.dtype) {
-    case kF32: {
-      const float* p = static_cast<const float*>(in.data) + at;
-      for (int i = 0; i < n; ++i) out[i] = F(p[i]);
-      break;
-    }
-    case kBF16: {
-      const uint16_t* p = static_cast<const uint16_t*>(in.data) + at;
-      for (int i = 0; i < n; ++i) out[i] = F(from_bf16(p[i]));
-      break;
-    }
-    case kF16: {
-      const uint16_t* p = static_cast<const uint16_t*>(in.data) + at;
-      for (int i = 0; i < n; ++i) out[i] = F(from_f16(p[i]));
-      break;
-    }
-    default: {
-      const double* p = static_cast<const double*>(in.data) + at;
-      for (int i = 0; i < n; ++i) out[i] = F(p[i]);
-    }
+    case kF32: return select(static_cast<const float*>(in.data) + at, [](float x) { return F(x); });
+    case kBF16:
+      return select(static_cast<const uint16_t*>(in.data) + at,
+                    [](uint16_t x) { return F(from_bf16(x)); });
+    case kF16:
+      return select(static_cast<const uint16_t*>(in.data) + at,
+                    [](uint16_t x) { return F(from_f16(x)); });
+    default:
+      return select(static_cast<const double*>(in.data) + at, [](double x) { return F(x); });
   }
 }
 
 // out[i] = whether in[i] is set; null stands for all set.
-inline void copy_flags(uint8_t* __restrict out, const uint8_t* __restrict in, int n) {
-  if (in) {
-    for (int i = 0; i < n; ++i) out[i] = in[i] != 0;
-  } else {
-    __builtin_memset(out, 1, n);
-  }
+inline void copy_flags(int32_t* __restrict out, const uint8_t* __restrict in, int n) {
+  for (int i = 0; i < n; ++i) out[i] = in ? in[i] != 0 : 1;
 }
 
 template <class F>
 F load_one(const Input& in, int64_t at) {
+  const int32_t use = 1;
   F x;
-  load(&x, in, at, 1);
+  load(&x, in, at, &use, 1);
   return x;
 }
 
@@ -107,6 +100,14 @@ void kl_of(F* d, int kind, int n) {
   }
 }
 
+typedef double Doubles __attribute__((vector_size(kLanes * sizeof(double))));
+
+// Over a row: valid tokens, and their advantages and squares in lanes.
+struct Sums {
+  int64_t n = 0;
+  Doubles a{}, aa{};
+};
+
 template <class F>
 class Rows {
  public:
@@ -124,7 +125,7 @@ class Rows {
       if ((length[j] + kBlock - 1) / kBlock > blocks) blocks = (length[j] + kBlock - 1) / kBlock;
       if (a.bootstrap.data && !a.truncated)
         x[j] = x_returns[j] = F(a.gamma) * load_one<F>(a.bootstrap, first + j);
-      for (int k = 0; k < 3 * kLanes; ++k) sums[j][k / kLanes][k % kLanes] = 0;
+      sums[j] = Sums();
     }
     for (int64_t block = blocks - 1; block >= 0; --block) {
       int n[kRows], widest = 0;
@@ -134,18 +135,19 @@ class Rows {
         if (n[j] > widest) widest = n[j];
       }
       widest = (widest + kLanes - 1) / kLanes * kLanes;
-      for (int j = 0; j < kRows; ++j)
+      for (int j = 0; j < count; ++j)
         prepare(b[j], first + j, lo[j] + block * kBlock, n[j], widest, scored[j]);
-      scan(a.lam, &Block<F>::x, x, widest);
-      if (a.lam_returns != a.lam) scan(a.lam_returns, &Block<F>::x_returns, x_returns, widest);
+      scan(a.lam, &Block<F>::x, x, count, widest);
+      if (a.lam_returns != a.lam)
+        scan(a.lam_returns, &Block<F>::x_returns, x_returns, count, widest);
       for (int j = 0; j < count; ++j) finish(b[j], lo[j] + block * kBlock, n[j], sums[j]);
     }
-    for (int j = 0; j < count; ++j)
-      for (int k = 0; k < 3; ++k) {
-        double total = 0;
-        for (int l = 0; l < kLanes; ++l) total += sums[j][k][l];
-        a.sums[3 * (first + j) + k] = total;
-      }
+    for (int j = 0; j < count; ++j) {
+      double* out = a.sums + 3 * (first + j);
+      out[0] = double(sums[j].n);
+      out[1] = out[2] = 0;
+      for (int l = 0; l < kLanes; ++l) out[1] += sums[j].a[l], out[2] += sums[j].aa[l];
+    }
   }
 
  private:
@@ -161,24 +163,20 @@ class Rows {
       k.r[i] = k.v[i] = 0;
     }
     copy_flags(k.valid, a.mask ? a.mask + at : nullptr, n);
-    load(k.v, a.values, at, n);
+    load(k.v, a.values, at, k.valid, n);
     if (a.rewards.data) {
-      load(k.r, a.rewards, at, n);
+      load(k.r, a.rewards, at, k.valid, n);
     } else {
       for (int i = 0; i < n; ++i) k.r[i] = 0;
     }
     if (a.logprobs.data) {
       F ref[kBlock], d[kBlock];
-      load(d, a.logprobs, at, n);
-      load(ref, a.ref_logprobs, at, n);
+      load(d, a.logprobs, at, k.valid, n);
+      load(ref, a.ref_logprobs, at, k.valid, n);
       for (int i = 0; i < n; ++i) d[i] -= ref[i];
-      kl_of(d, a.kl_kind, n);
+      kl_of(d, a.kl_kind, n);  // 0 where masked
       const F coef = F(-a.kl_coef);
       for (int i = 0; i < n; ++i) k.r[i] = fma(coef, d[i], k.r[i]);
-    }
-    for (int i = 0; i < width; ++i) {
-      k.v[i] = k.valid[i] ? k.v[i] : F(0);
-      k.r[i] = k.valid[i] ? k.r[i] : F(0);
     }
     if (a.scores.data && !scored) {
       int last = n - 1;
@@ -192,7 +190,7 @@ class Rows {
   // stop: the episode ends after this token, whose reward takes in what the token gets instead of
   // X from its right.
   void stops(Block<F>& k, int64_t at, int n, int width) const {
-    uint8_t ends[kBlock];
+    int32_t ends[kBlock];
     for (int i = 0; i < width; ++i) k.stop[i] = 0;
     if (a.terminated) {
       copy_flags(ends, a.terminated + at, n);
@@ -200,19 +198,20 @@ class Rows {
     }
     if (!a.truncated) return;
     F boot[kBlock];
-    load(boot, a.bootstrap, at, n);
     copy_flags(ends, a.truncated + at, n);
+    for (int i = 0; i < n; ++i) ends[i] &= k.valid[i];
+    load(boot, a.bootstrap, at, ends, n);
     for (int i = 0; i < n; ++i) {
-      ends[i] &= k.valid[i];
-      k.r[i] = ends[i] ? fma(F(a.gamma), boot[i], k.r[i]) : k.r[i];
+      k.r[i] = fma(F(a.gamma), boot[i], k.r[i]);
       k.stop[i] |= ends[i];
     }
   }
 
   // Leaves X_{t+1} in (block.*out)[t] and in x what the block hands to its left.
-  void scan(double lam, F (Block<F>::*out)[kBlock], F* x, int width) {
+  void scan(double lam, F (Block<F>::*out)[kBlock], F* x, int count, int width) {
     const F cg = F(a.gamma * lam), cv = F(a.gamma * (1 - lam));
-    for (Block<F>& k : b) {
+    for (int j = 0; j < count; ++j) {
+      Block<F>& k = b[j];
       F* shift = k.*out;
       for (int i = 0; i < width; ++i) {
         k.c[i] = k.valid[i] ? cg : F(1);
@@ -232,40 +231,49 @@ class Rows {
     x[0] = x0, x[1] = x1, x[2] = x2, x[3] = x3;
   }
 
-  void finish(Block<F>& k, int64_t at, int n, double (*sum)[kLanes]) const {
+  void finish(Block<F>& k, int64_t at, int n, Sums& sum) const {
     const int width = (n + kLanes - 1) / kLanes * kLanes;
-    // Arrays of their own: writing back into k keeps the compiler from vectorising.
-    F advantages[kBlock], returns[kBlock];
     if (a.terminated || a.truncated) {
       for (int i = 0; i < width; ++i) k.x[i] = k.stop[i] ? F(0) : k.x[i];
-      for (int i = 0; i < width; ++i)
-        k.x_returns[i] = k.stop[i] ? F(0) : k.x_returns[i];
+      for (int i = 0; i < width; ++i) k.x_returns[i] = k.stop[i] ? F(0) : k.x_returns[i];
     }
     const F* x_returns = a.lam_returns != a.lam ? k.x_returns : k.x;
+    F* advantages = static_cast<F*>(a.advantages) + at;
+    F* returns = static_cast<F*>(a.returns) + at;
+    if (n == width) {
+      outputs(k, x_returns, advantages, returns, n);
+    } else {  // not beyond the end of the row
+      F wide[2][kBlock];
+      outputs(k, x_returns, wide[0], wide[1], width);
+      __builtin_memcpy(advantages, wide[0], n * sizeof(F));
+      __builtin_memcpy(returns, wide[1], n * sizeof(F));
+    }
+    Sums more = sum;  // a copy, that it may stay in registers
+    for (int i = 0; i < width; i += kLanes) {
+      typedef F Part __attribute__((vector_size(kLanes * sizeof(F))));
+      Part part;
+      __builtin_memcpy(&part, k.v + i, sizeof part);
+      const Doubles x = __builtin_convertvector(part, Doubles);
+      more.a += x;
+      more.aa += x * x;
+    }
+    for (int i = 0; i < width; ++i) more.n += k.valid[i];
+    sum = more;
+  }
+
+  // The advantages also take the place of k.v, for the sums.
+  void outputs(Block<F>& k, const F* __restrict x_returns, F* __restrict advantages,
+               F* __restrict returns, int width) const {
     for (int i = 0; i < width; ++i) {
       const F r = k.r[i] + k.x[i], r_returns = k.r[i] + x_returns[i];
-      advantages[i] = k.valid[i] ? r - k.v[i] : F(0);
+      k.v[i] = advantages[i] = k.valid[i] ? r - k.v[i] : F(0);
       returns[i] = k.valid[i] ? r_returns : F(0);
     }
-    double n_valid[kLanes], sum_a[kLanes], sum_aa[kLanes];
-    for (int l = 0; l < kLanes; ++l)
-      n_valid[l] = sum[0][l], sum_a[l] = sum[1][l], sum_aa[l] = sum[2][l];
-    for (int i = 0; i < width; i += kLanes)
-      for (int l = 0; l < kLanes; ++l) {
-        const double x = advantages[i + l];
-        n_valid[l] += k.valid[i + l];
-        sum_a[l] += x;
-        sum_aa[l] += x * x;
-      }
-    for (int l = 0; l < kLanes; ++l)
-      sum[0][l] = n_valid[l], sum[1][l] = sum_a[l], sum[2][l] = sum_aa[l];
-    __builtin_memcpy(static_cast<F*>(a.advantages) + at, advantages, n * sizeof(F));
-    __builtin_memcpy(static_cast<F*>(a.returns) + at, returns, n * sizeof(F));
   }
 
   const GaeArgs& a;
-  Block<F> b[kRows];
-  double sums[kRows][3][kLanes];
+  Block<F> b[kRows] = {};  // where fewer rows are left, the others' numbers lead nowhere
+  Sums sums[kRows];
 };
 
 template <class F>

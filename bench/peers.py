@@ -1,12 +1,12 @@
 """Other projects' functions behind one signature per op; each loader imports its package.
 
-The `bench` extra installs those that come with their own dependencies. verl and OpenRLHF pin
-versions of other packages and are added by hand, without them:
+The `bench` extra installs those that come with their own dependencies. verl, OpenRLHF and PufferLib
+pin versions of other packages and are added by hand, without them:
 
-    pip install --no-deps verl openrlhf deepspeed
+    pip install --no-deps verl openrlhf deepspeed pufferlib-core
     pip install ray omegaconf hydra-core codetiming hjson py-cpuinfo einops
 
-PufferLib, quack-kernels and flash-attn are used where they are installed; rl-triton is not on PyPI.
+quack-kernels and flash-attn are used where they are installed; rl-triton is not on PyPI.
 """
 
 import importlib
@@ -20,17 +20,7 @@ from torch import Tensor
 
 from bench.case import Unavailable
 
-NAMES = (
-    "trl",
-    "liger",
-    "cce",
-    "torchrl",
-    "verl",
-    "openrlhf",
-    "quack",
-    "flash-attn",
-    "pufferlib",
-)
+NAMES = ("trl", "liger", "cce", "torchrl", "verl", "openrlhf", "quack", "flash-attn", "pufferlib")
 Loader = Callable[[torch.device], Callable[..., Any]]
 
 
@@ -47,16 +37,20 @@ def _on_cuda(loader: Callable[[], Callable[..., Any]]) -> Loader:
     return load
 
 
-def _openrlhf_file(path: str) -> Any:
-    """One file of OpenRLHF, whose __init__ imports more than this file needs."""
-    package = importlib.util.find_spec("openrlhf")
-    if package is None:
-        raise ImportError("No module named 'openrlhf'")
-    file = f"{next(iter(package.submodule_search_locations))}/{path}"
-    spec = importlib.util.spec_from_file_location("openrlhf_file", file)
+def _folder(package: str) -> Path:
+    """Where a package lies whose __init__ imports more than its file used here needs."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        raise ImportError(f"No module named '{package}'")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _openrlhf(device: torch.device) -> Callable[..., Tensor]:
+    file = _folder("openrlhf") / "models" / "utils.py"
+    spec = importlib.util.spec_from_file_location("openrlhf_models_utils", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return module.log_probs_from_logits
 
 
 # ------------------------------------------------- logits [N, V], labels [N] -> logprobs [N]
@@ -90,7 +84,7 @@ def _flash_attn() -> Callable[..., Tensor]:
 LOGPROBS: dict[str, Loader] = {
     "trl": lambda device: _from("trl.trainer.utils", "selective_log_softmax"),
     "verl": lambda device: _from("verl.utils.torch_functional", "logprobs_from_logits"),
-    "openrlhf": lambda device: _openrlhf_file("models/utils.py").log_probs_from_logits,
+    "openrlhf": _openrlhf,
     "liger": _on_cuda(_liger),
     "quack": _on_cuda(_quack),
     "flash-attn": _on_cuda(_flash_attn),
@@ -166,12 +160,9 @@ GAE: dict[str, Loader] = {"verl": _verl_gae, "torchrl": _torchrl_gae}
 
 def pufferlib_gae(device: torch.device, gamma: float, lam: float) -> Callable[..., Any]:
     """Built from the sources that its wheel carries: the binary beside them fits one torch only."""
-    package = importlib.util.find_spec("pufferlib")
-    if package is None:
-        raise ImportError("No module named 'pufferlib'")
     from torch.utils import cpp_extension
 
-    folder = Path(next(iter(package.submodule_search_locations))) / "extensions"
+    folder = _folder("pufferlib") / "extensions"
     files = ["pufferlib.cpp"] + (["cuda/advantage.cu"] if device.type == "cuda" else [])
     cpp_extension.load(
         "pufferlib_advantage",

@@ -27,13 +27,12 @@ def _raise(error):
 
 
 def _case(*contestants, **options):
-    defaults = {"input_bytes": 4e3, "bytes": 8e3, "required": 4e3}
+    defaults = {"op": "double", "input_bytes": 4e3, "bytes": 8e3, "required": 4e3}
+    defaults["expected"] = lambda x: {"y": 2 * x["x"].double()}
     return Case(
-        op="double",
         name="N=1000",
         dtype="fp32",
         make=lambda seed, check: {"x": torch.arange(1000.0) + seed},
-        expected=lambda x: {"y": 2 * x["x"].double()},
         contestants=list(contestants),
         **{**defaults, **options},
     )
@@ -172,6 +171,62 @@ def test_a_run_writes_rows_and_an_unknown_name_does_not_stop_the_others(tmp_path
     assert all(r["status"] == "ok" for r in result["rows"])
     assert "PPO update" in captured.out
     assert "tokens/s" in captured.out
+
+
+def test_inputs_that_cannot_be_made_fail_their_case_only():
+    rows = _run(Contestant("ours", lambda: _double), expected=lambda x: x["nothing"])
+    assert rows["ours"]["status"] == "crashed"
+    assert "KeyError: 'nothing'" in rows["ours"]["message"]
+
+
+@pytest.fixture
+def toy_ops(monkeypatch):
+    """Two ops of one toy case each; what `second` does when it is called can be set."""
+    behaviour = {"second": _double}
+    second = lambda: lambda x: behaviour["second"](x)  # noqa: E731
+    made = {"first": lambda: _double, "second": second}
+
+    def build(op):
+        return lambda device, size: [_case(Contestant("ours", made[op]), op=op)][
+            : size == "default"
+        ]
+
+    monkeypatch.setattr(cases, "OPS", {op: build(op) for op in made})
+    monkeypatch.setattr(timing, "ceilings", lambda device, dtypes: {"copy": 1e10})
+    monkeypatch.setattr(memory, "in_fresh_process", lambda op, name, keys: dict.fromkeys(keys, 5e6))
+    monkeypatch.setattr(cli.machine, "commit", lambda: "abc1234")
+    return behaviour
+
+
+def test_an_interrupt_keeps_what_was_measured(toy_ops, tmp_path, capsys):
+    def interrupt(x):
+        raise KeyboardInterrupt
+
+    toy_ops["second"] = interrupt
+    file = tmp_path / "new folder" / "out.json"
+    assert cli.main(["--device", "cpu", "--json", str(file)]) == 130
+    result = json.loads(file.read_text())
+    assert [r["status"] for r in result["rows"]] == ["ok", "not run"]
+    assert "second" in result["stopped"]
+    printed = capsys.readouterr().out
+    assert "ours NOT RUN" in printed
+    assert "STOPPED" in printed
+
+
+def test_a_record_survives_a_failure_and_repeats_nothing_that_is_complete(toy_ops, tmp_path):
+    toy_ops["second"] = lambda x: x["nothing"]
+    assert cli.main(["--device", "cpu", "--record", str(tmp_path)]) == 1
+    files = [tmp_path / f"cpu-{op}.json" for op in ("first", "second")]
+    (first,), (second,) = (json.loads(f.read_text())["rows"] for f in files)
+    assert (first["status"], first["peak_bytes"], second["status"]) == ("ok", 5e6, "crashed")
+    assert "KeyError" in files[1].with_suffix(".md").read_text()
+    result = json.loads(files[1].read_text())
+    files[1].write_text(json.dumps(result | {"stopped": "half-way"}))
+    toy_ops["second"] = _double
+    before = files[0].stat().st_mtime_ns
+    assert cli.main(["--device", "cpu", "--record", str(tmp_path)]) == 0
+    assert files[0].stat().st_mtime_ns == before
+    assert json.loads(files[1].read_text())["rows"][0]["status"] == "ok"
 
 
 def test_sweeps_and_headline_cases_are_drawn(tmp_path):

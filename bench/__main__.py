@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, ops: list[str], file: Path | None, results: li
     """Appends to results what it measures of these ops; half a run is kept and printed as well."""
     if args.record and file.exists():
         earlier = json.loads(file.read_text())
-        if "stopped" not in earlier and earlier["commit"] == machine.commit():
+        if "stopped" not in earlier and machine.is_of_this_commit(earlier):
             complain(f"{file} is there, from this commit; remove it to measure again")
             results.append(earlier)
             return

@@ -47,6 +47,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def is_of_this_commit(result: dict[str, Any]) -> bool:
+    now = commit()
+    return result["commit"] == now and now != "unknown" and "+" not in now
+
+
 def commit() -> str:
     """The commit of this checkout, marked when files differ from it; results do not count."""
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from bench.report import base_of, blocks, bound, significant
+from bench.report import base_of, blocks, bound, significant, swept
 
 Row = dict[str, Any]
 # Ours first and dark; the rest from a palette that survives colour blindness and grey print.
@@ -27,10 +27,10 @@ def draw(results: list[dict[str, Any]], folder: Path, prefix: str) -> list[Path]
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     written = []
     for result in results:
-        swept = [r for r in result["rows"] if r["sweep"] and r["status"] == "ok"]
-        for op in sorted({r["op"] for r in swept}):
+        points = [r for r in result["rows"] if r["sweep"] and r["status"] == "ok"]
+        for op in sorted({r["op"] for r in points}):
             path = folder / f"{prefix}-scaling-{op}.png"
-            _scaling(plt, [r for r in swept if r["op"] == op], result, op, path)
+            _scaling(plt, [r for r in points if r["op"] == op], result, op, path)
             written.append(path)
     bars = [(title, rows) for r in results for title, rows in blocks(r["rows"]) if _drawn(rows)]
     if bars:
@@ -61,9 +61,7 @@ def _scaling(plt: Any, rows: list[Row], result: dict[str, Any], op: str, path: P
             _lines(grid[i][j], part, kind, result["ceiling"], colors)
             grid[i][j].set_ylabel("milliseconds" if kind == "seconds" else "peak MiB above inputs")
     for ax, varied in zip(grid[0], axes_names):
-        row = next(r for r in rows if r["sweep"][0] == varied)
-        fixed = row["case"].rsplit(", sweep", 1)[0].replace(f"{varied[0]}={row['sweep'][1]} ", "")
-        ax.set_title(f"{fixed}, {row['dtype']}", fontsize=9)
+        ax.set_title(swept(next(r for r in rows if r["sweep"][0] == varied)), fontsize=8)
     for ax, varied in zip(grid[-1], axes_names):
         ax.set_xlabel(varied[0])
     labels = {label: h for ax in fig.axes for h, label in zip(*ax.get_legend_handles_labels())}

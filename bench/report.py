@@ -6,6 +6,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -88,21 +89,68 @@ def cells(row: Row, base: Row | None, result: dict[str, Any]) -> dict[str, str]:
     return line | {"error": error, "memory": extra_memory(row)}
 
 
-def table(group: list[Row], result: dict[str, Any]) -> tuple[list[list[str]], list[str]]:
-    """A case as (header and lines, notes about the contestants that did not run)."""
-    base = base_of(group)
-    lines = [cells(r, base, result) for r in group if r["status"] == "ok"]
-    columns = [
-        c for c in dict.fromkeys(k for x in lines for k in x) if any(x.get(c) for x in lines)
-    ]
-    out: dict[str, list[str]] = {}
-    for r in group:
-        if r["status"] != "ok":
-            label = "not here" if r["status"] == "absent" else r["status"].upper()
-            why = f": {r['message']}" if r.get("message") else ""
-            out.setdefault(label + why, []).append(r["contestant"])
-    notes = [f"{', '.join(names)} {why}" for why, names in out.items()]
-    return [columns, *([x.get(c, "") for c in columns] for x in lines)] if lines else [], notes
+Table = tuple[str, str, list[list[str]], list[str]]  # title, its floor, header and lines, notes
+
+
+def tables(result: dict[str, Any]) -> Iterator[Table]:
+    """One for each case, then one for each quantity of each sweep."""
+    for title, group in blocks([r for r in result["rows"] if not r["sweep"]]):
+        base = base_of(group)
+        lines = [cells(r, base, result) for r in group if r["status"] == "ok"]
+        columns = dict.fromkeys(k for line in lines for k in line)
+        columns = [c for c in columns if any(line.get(c) for line in lines)]
+        out: dict[str, list[str]] = {}
+        for r in group:
+            if r["status"] != "ok":
+                out.setdefault(problem(r), []).append(r["contestant"])
+        notes = [f"{', '.join(names)} {why}" for why, names in out.items()]
+        body = [[line.get(c, "") for c in columns] for line in lines]
+        yield title, floor(group[0], result["ceiling"]), [columns, *body] if body else [], notes
+    points = [r for r in result["rows"] if r["sweep"]]
+    points.sort(key=lambda r: (r["op"], r["dtype"], *r["sweep"]))
+    for _, group in groupby(points, key=lambda r: (r["op"], r["dtype"], r["sweep"][0])):
+        yield from sweep_tables(list(group), result["ceiling"])
+
+
+def sweep_tables(rows: list[Row], ceiling: dict[str, float]) -> Iterator[Table]:
+    """Contestants down, values across; what did not run says why in its place."""
+    values = sorted({r["sweep"][1] for r in rows})
+    names = dict.fromkeys(r["contestant"] for r in rows)
+    at = {(r["contestant"], r["sweep"][1]): r for r in rows}
+    for key, what in (("seconds", "time"), ("peak_bytes", "memory")):
+        if not any(key in r for r in rows):
+            continue
+
+        def cell(r: Row, key: str = key) -> str:
+            if key not in r:
+                return problem(r) if r["status"] != "ok" else r.get("memory_message", "")
+            return seconds(r[key]) if key == "seconds" else extra_memory(r)
+
+        lines = [
+            [name, *(cell(at[name, v]) if (name, v) in at else "" for v in values)]
+            for name in names
+        ]
+        if key == "seconds":
+            least = [bound(next(r for r in rows if r["sweep"][1] == v), ceiling) for v in values]
+            lines.append(["floor", *(seconds(x / top) if x and top else "" for x, top, _ in least)])
+        yield (
+            f"{swept(rows[0])}: {what}",
+            "",
+            [[rows[0]["sweep"][0][0], *map(str, values)], *lines],
+            [],
+        )
+
+
+def swept(row: Row) -> str:
+    """The title of a sweep: the case without what varies."""
+    axis, value = row["sweep"]
+    fixed = row["case"].rsplit(", sweep", 1)[0].replace(f"{axis[0]}={value} ", "")
+    return f"{row['op']}: {fixed}, {row['dtype']}, against {axis[0]}"
+
+
+def problem(row: Row) -> str:
+    label = "not here" if row["status"] == "absent" else row["status"].upper()
+    return label + (f": {row['message']}" if row.get("message") else "")
 
 
 def blocks(rows: list[Row]) -> list[tuple[str, list[Row]]]:
@@ -128,9 +176,8 @@ def floor(row: Row, ceiling: dict[str, float]) -> str:
 def text(result: dict[str, Any]) -> str:
     """Fixed-width tables for a terminal."""
     out = [describe(result), ""]
-    for title, group in blocks(result["rows"]):
-        lines, notes = table(group, result)
-        out.append(f"{title}  ({floor(group[0], result['ceiling'])})")
+    for title, least, lines, notes in tables(result):
+        out.append(f"{title}  ({least})" if least else title)
         widths = [max(map(len, column)) for column in zip(*lines)]
         for first, *others in lines:
             right = "".join(f"  {c:>{w}}" for c, w in zip(others, widths[1:]))
@@ -141,9 +188,8 @@ def text(result: dict[str, Any]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     out = [f"# {result['name']}", "", describe(result), "", LEGEND, ""]
-    for title, group in blocks(result["rows"]):
-        lines, notes = table(group, result)
-        out += [f"## {title}", "", floor(group[0], result["ceiling"]), ""]
+    for title, least, lines, notes in tables(result):
+        out += [f"## {title}", ""] + ([least, ""] if least else [])
         if lines:
             lines.insert(1, ["---"] * len(lines[0]))
         out += ["| " + " | ".join(line) + " |" for line in lines] + [""] * bool(lines)

@@ -73,7 +73,7 @@ def test_a_right_contestant_is_timed_and_every_failure_keeps_its_row_and_reason(
     assert "KeyError: 'nothing'" in rows["crash"]["message"]
     assert rows["missing"]["status"] == rows["gpu only"]["status"] == "absent"
     result = {"rows": list(rows.values()), "ceiling": {"copy": 1e10}, "device": "cpu"}
-    _, notes = report.table(result["rows"], result)
+    ((_, _, _, notes),) = report.tables(result)
     for name in rows.keys() - {"ours"}:
         assert any(re.match(rf"(.*, )?{name}(,| )", note) for note in notes), name
 
@@ -229,18 +229,28 @@ def test_a_record_survives_a_failure_and_repeats_nothing_that_is_complete(toy_op
     assert json.loads(files[1].read_text())["rows"][0]["status"] == "ok"
 
 
-def test_sweeps_and_headline_cases_are_drawn(tmp_path):
-    timed = {"status": "ok", "low": 1e-3, "high": 3e-3, "peak_bytes": 5e6}
+def test_sweeps_and_headline_cases_are_drawn_and_tabulated(tmp_path):
+    timed = {"status": "ok", "low": 1e-3, "high": 3e-3, "samples": 3, "peak_bytes": 5e6}
     rows = []
     for at in (256, 1024):
         case = _case(Contestant("ours", None), Contestant("eager", None), sweep=("N", at))
         rows += [row | timed | {"seconds": at * 1e-6} for row in runner.new_rows(case)]
     case = _case(Contestant("ours", None), Contestant("eager", None), headline=True)
     rows += [row | timed | {"seconds": 2e-3} for row in runner.new_rows(case)]
+    case = _case(Contestant("ours", None), sweep=("N", 16))
+    rows += [runner.new_rows(case)[0] | {"status": "skipped", "message": "needs 99 GiB"}]
     result = {"rows": rows, "ceiling": {"copy": 1e10}, "machine": {"device": "a machine"}}
     paths = plots.draw([result], tmp_path, "cpu")
     assert [p.name for p in paths] == ["cpu-scaling-double.png", "cpu-summary.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
+    _, (title, _, times, _), (_, _, bytes_above, _) = report.tables(result | {"device": "cpu"})
+    assert title == "double: N=1000, fp32, against N: time"
+    assert times[:2] == [
+        ["N", "16", "256", "1024"],
+        ["ours", "SKIPPED: needs 99 GiB", "256 us", "1.02 ms"],
+    ]
+    assert times[-1] == ["floor", *["0.8 us"] * 3]
+    assert bytes_above[2] == ["eager", "", "4.8 MiB", "4.8 MiB"]
 
 
 def test_peak_memory_is_measured_in_a_fresh_process():

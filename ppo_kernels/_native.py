@@ -91,6 +91,9 @@ def _load() -> ModuleType:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _one_builder(path.parent / "lock", path):
             if not path.exists():
+                print(
+                    f"ppo_kernels: compiling its kernels, once, into {path.parent}", file=sys.stderr
+                )
                 build(path, prebuilt=False)
     return _import(path)
 
@@ -371,13 +374,19 @@ def describe() -> str:
         origin = "prebuilt" if info["prebuilt"] else "built on first use"
         lines.append(f"native module: {origin}, {_module.__file__}")
         lines.append(f"  C++: {info['cxx']} {' '.join(info['cxx_flags'])}")
-        lines.append(f"  CPU kernels: {info['isa']} of {', '.join(info['isas'])}")
+        isas = ", ".join(info["isas"])
+        own = "for this CPU" if info["isa"] == "native" else f"{info['isa']} of {isas}"
+        lines.append(f"  CPU kernels: {own}")
         if info["nvcc"]:
             lines.append(f"  CUDA: nvcc {info['nvcc']} for {' '.join(info['cuda_archs'])}")
         else:
             lines.append(f"  CUDA part left out: {info['left_out']}")
     lines += ["", f"{'op':24}{'CPU':12}CUDA"]
     lines += [f"{name:24}{cpu:12}{cuda}" for name, cpu, cuda in _active()]
+    lines += [
+        "",
+        "GEMMs: the vendor's, around the kernels of the other ops. reference: plain PyTorch.",
+    ]
     return "\n".join(lines)
 
 
@@ -385,7 +394,9 @@ def _active() -> list[tuple[str, str, str]]:
     """(op, what runs it on the CPU, on CUDA) for every op defined so far, from the dispatcher."""
     rows = []
     for name in sorted(torch._C._dispatch_get_all_op_names()):
-        if name.startswith("ppo_kernels::"):
+        if name.startswith("ppo_kernels::hidden_"):
+            rows.append((name.split("::")[1], "GEMMs", "GEMMs"))
+        elif name.startswith("ppo_kernels::") and name != "ppo_kernels::widening_product_":
             dump = torch._C._dispatch_dump(name)
             kinds = [
                 re.search(rf"^{key}: registered at (\S+)", dump, re.M) for key in ("CPU", "CUDA")

@@ -4,9 +4,14 @@ tests/data/integrations.npz: verl 0.9.1, TRL 1.9.2, OpenRLHF 0.11.2 and torchrl 
 on the CPU; inputs `in.*`, what the project returned `out.*`.
 """
 
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from tolerances import FP32
 from torch import Tensor
@@ -35,13 +40,80 @@ def test_trl() -> None:
     close(two[..., 1], torch.log_softmax(logits, -1).gather(-1, labels.flip(-1)[..., None])[..., 0])
 
 
+def test_trl_temperature_and_row_mask() -> None:
+    logits, labels = load("trl_logits.in.logits"), load("trl_logits.in.target")
+    keep = torch.arange(labels.numel()).view(labels.shape) % 3 != 0
+    dead = torch.where(keep.unsqueeze(-1), logits, torch.nan)
+    logp, entropy = trl.selective_log_softmax_and_entropy(dead, labels, True, 0.7, keep.long())
+    z = torch.log_softmax(logits / 0.7, -1)
+    close(logp, torch.where(keep, z.gather(-1, labels.unsqueeze(-1)).squeeze(-1), 0.0))
+    close(entropy, torch.where(keep, -(z.exp() * z).sum(-1), 0.0))
+    assert torch.equal(logp, trl.selective_log_softmax(dead, labels, 0.7, keep.long()))
+
+
+# Where a function lives, and its parameters in TRL 1.16, verl 0.9.1, OpenRLHF 0.11, torchrl 0.14.
+SIGNATURES = [
+    (
+        "trl.trainer.utils",
+        trl.selective_log_softmax,
+        "logits, index, temperature=1.0, row_mask=None",
+    ),
+    (
+        "trl.trainer.utils",
+        trl.selective_log_softmax_and_entropy,
+        "logits, index, entropy_requires_grad=True, temperature=1.0, row_mask=None",
+    ),
+    ("trl.trainer.utils", trl.entropy_from_logits, "logits, chunk_size=128"),
+    (
+        "verl.utils.torch_functional",
+        verl.logprobs_from_logits,
+        "logits, labels, inplace_backward=True",
+    ),
+    ("verl.utils.torch_functional", verl.entropy_from_logits, "logits"),
+    ("verl.utils.torch_functional", verl.masked_mean, "values, mask, axis=None"),
+    ("verl.utils.torch_functional", verl.masked_whiten, "values, mask, shift_mean=True"),
+    (
+        "verl.trainer.ppo.core_algos",
+        verl.compute_gae_advantage_return,
+        "token_level_rewards, values, response_mask, gamma, lam",
+    ),
+    (
+        "openrlhf.models.utils",
+        openrlhf.log_probs_from_logits,
+        "logits, labels, temperature=1.0",
+    ),
+    (
+        "torchrl.objectives.value.functional",
+        torchrl.vec_generalized_advantage_estimate,
+        "gamma, lmbda, state_value, next_state_value, reward, done, terminated=None, "
+        "*, time_dim=-2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("home", "ours", "expected"), SIGNATURES)
+def test_signatures(home: str, ours: Callable, expected: str) -> None:
+    def parameters(function: Callable) -> str:
+        known = inspect.signature(function).parameters.values()
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in known]
+        return str(inspect.Signature(plain))[1:-1]
+
+    assert parameters(ours) == expected
+    with contextlib.suppress(ImportError):  # where the project is installed, what it has today
+        assert parameters(getattr(importlib.import_module(home), ours.__name__)) == expected
+
+
 def test_verl() -> None:
     logits, labels = load("verl_logits.in.logits"), load("verl_logits.in.target")
     close(verl.logprobs_from_logits(logits, labels), load("verl_logits.out.logp"))
     close(verl.entropy_from_logits(logits), load("verl_logits.out.entropy"))
     mask = load("verl_gae.in.mask")
     advantages, returns = verl.compute_gae_advantage_return(
-        load("verl_gae.in.rewards"), load("verl_gae.in.values"), mask, 1.0, 0.95
+        load("verl_gae.in.rewards"),
+        load("verl_gae.in.values"),
+        mask,
+        torch.tensor(1.0),
+        torch.tensor(0.95),
     )
     close(advantages, load("verl_gae.out.advantages"), mask != 0)
     close(returns, load("verl_gae.out.returns"), mask != 0)

@@ -8,8 +8,8 @@ __all__ = ["vec_generalized_advantage_estimate"]
 
 
 def vec_generalized_advantage_estimate(
-    gamma: float,
-    lmbda: float,
+    gamma: float | Tensor,
+    lmbda: float | Tensor,
     state_value: Tensor,
     next_state_value: Tensor,
     reward: Tensor,
@@ -22,7 +22,8 @@ def vec_generalized_advantage_estimate(
 
     An episode ends after t where `done[t]`; it bootstraps from `next_state_value[t]` unless
     `terminated[t]`. Inside an episode `next_state_value[t]` must be `state_value[t + 1]`, as it is
-    for one value network over a trajectory; it is read only at the ends.
+    for one value network over a trajectory; it is read only at the ends. gamma and lmbda are
+    numbers for all tokens; as 0-d tensors they are read by the host.
     """
     terminated = done if terminated is None else terminated
 
@@ -36,8 +37,8 @@ def vec_generalized_advantage_estimate(
     out = _gae(
         rows(reward),
         values,
-        gamma=gamma,
-        lam=lmbda,
+        gamma=float(gamma),
+        lam=float(lmbda),
         bootstrap=rows(next_state_value),
         terminated=term,
         truncated=cut,

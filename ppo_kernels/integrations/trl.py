@@ -1,34 +1,55 @@
-"""TRL's functions by their own names and signatures, on the fused ops.
+"""TRL's functions by the names and signatures they have in TRL 1.16, on the fused ops.
 
     from ppo_kernels.integrations import trl
-    logps = trl.selective_log_softmax(logits, input_ids)
+    logps = trl.selective_log_softmax(logits, input_ids, temperature=0.7)
 
-Not patched in behind anyone's back: to make TRL's trainers use them, assign them yourself before
-the trainer module is imported, e.g. `trl.trainer.utils.selective_log_softmax = ...`.
+Not patched in behind anyone's back. TRL's trainers import these functions by name, so that to make
+one of them use ours (CPO, ORPO, SDFT, TPO and others under `trl.experimental` in 1.16; GRPO has a
+path of its own) they are assigned before its module is imported:
+
+    import trl.trainer.utils
+    trl.trainer.utils.selective_log_softmax = ppo_kernels.integrations.trl.selective_log_softmax
 """
 
 import torch
 from torch import Tensor
 
 from ppo_kernels.ops import logprobs as _logprobs
-from ppo_kernels.ops.whitening import masked_mean as _masked_mean
-from ppo_kernels.ops.whitening import masked_whiten as _masked_whiten
 
-__all__ = ["entropy_from_logits", "masked_mean", "masked_whiten", "selective_log_softmax"]
+__all__ = ["entropy_from_logits", "selective_log_softmax", "selective_log_softmax_and_entropy"]
 
 
-def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """`log_softmax(logits)[index]`: logits [.., V], index [..] or [.., K] with K columns.
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    """`log_softmax(logits / temperature)[index]`: logits [.., V], index [..] or [.., K].
 
-    Returns fp32 where TRL returns the dtype of the logits: a bf16 log-prob is too coarse for a
-    ratio (error up to 2^-8 of a value near 10 nats).
+    Where row_mask (like index) is 0 the result is 0 and the row is not read. Returns fp32 where
+    TRL returns the dtype of the logits: a bf16 log-prob is too coarse for a ratio (error up to
+    2^-8 of a value near 10 nats).
     """
+    index = _masked(index, row_mask)
     if index.dim() == logits.dim():
         columns = [
-            _logprobs.logprobs_from_logits(logits, index[..., k]) for k in range(index.shape[-1])
+            _logprobs.logprobs_from_logits(logits, index[..., k], temperature=temperature)
+            for k in range(index.shape[-1])
         ]
         return torch.stack(columns, dim=-1)
-    return _logprobs.logprobs_from_logits(logits, index)
+    return _logprobs.logprobs_from_logits(logits, index, temperature=temperature)
+
+
+def selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Both in one read: log-probs of index [..] and entropies [..], 0 where row_mask is 0."""
+    logp, entropy = _logprobs.logprobs_from_logits(
+        logits, _masked(index, row_mask), temperature=temperature, return_entropy=True
+    )
+    return logp, entropy if entropy_requires_grad else entropy.detach()
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
@@ -36,11 +57,5 @@ def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
     return _logprobs.entropy_from_logits(logits)
 
 
-def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean over the valid slots (TRL divides by zero on an empty mask; this gives 0)."""
-    return _masked_mean(values, mask, axis)
-
-
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """TRL's whitening; masked slots are 0 here and left-overs there."""
-    return _masked_whiten(values, mask, shift_mean=shift_mean)
+def _masked(index: Tensor, row_mask: Tensor | None) -> Tensor:
+    return index if row_mask is None else index.masked_fill(row_mask == 0, -100)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from bench.report import base_of, blocks, bound, significant, swept
+from bench.report import base_of, blocks, floor_seconds, significant, swept
 
 Row = dict[str, Any]
 # Ours first and dark; the rest from a palette that survives colour blindness and grey print.
@@ -82,9 +82,8 @@ def _lines(
         ax.plot(*zip(*points), label=name, color=colors[name], **style)
     floors = {}
     for r in rows:
-        least, top, _ = bound(r, ceiling)
-        floor = least / top if top else 0.0
-        floors[r["sweep"][1]] = (r["required_bytes"] if kind == "peak_bytes" else floor) * scale
+        least = r["required_bytes"] if kind == "peak_bytes" else floor_seconds(r, ceiling)
+        floors[r["sweep"][1]] = least * scale
     if any(floors.values()):
         label = "least memory" if kind == "peak_bytes" else "least time"
         ax.plot(*zip(*sorted(floors.items())), color="#999999", linestyle=":", label=label)

@@ -6,10 +6,10 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -57,12 +57,18 @@ def bound(row: Row, ceiling: dict[str, float]) -> tuple[float, float, str]:
     return row["bytes"], ceiling.get("copy", 0.0), "B"
 
 
+def floor_seconds(row: Row, ceiling: dict[str, float]) -> float:
+    """The time that the least bytes or flops take at the ceiling; 0 where either is not known."""
+    least, top, _ = bound(row, ceiling)
+    return least / top if top else 0.0
+
+
 def share(row: Row, ceiling: dict[str, float]) -> str:
     """Percent of the ceiling that binds the case, or nothing where none was measured."""
-    least, top, _ = bound(row, ceiling)
-    if not (least and top and "seconds" in row):
+    least = floor_seconds(row, ceiling)
+    if not (least and "seconds" in row):
         return ""
-    percent = 100 * least / row["seconds"] / top
+    percent = 100 * least / row["seconds"]
     return f"{percent:.0f}%" if percent >= 1 else f"{percent:.1g}%"
 
 
@@ -73,7 +79,7 @@ def extra_memory(row: Row) -> str:
 
 
 def cells(row: Row, base: Row | None, result: dict[str, Any]) -> dict[str, str]:
-    """The line of one contestant that ran, by column; empty columns are dropped by `table`."""
+    """The line of one contestant that ran, by column; empty columns are dropped."""
     error = f"{row['error']:.1e}" if "error" in row else ""
     line = {"": row["contestant"]}
     if "seconds" in row:
@@ -89,56 +95,55 @@ def cells(row: Row, base: Row | None, result: dict[str, Any]) -> dict[str, str]:
     return line | {"error": error, "memory": extra_memory(row)}
 
 
-Table = tuple[str, str, list[list[str]], list[str]]  # title, its floor, header and lines, notes
+class Table(NamedTuple):
+    title: str
+    lines: list[list[str]]  # the header first; none where no contestant ran
+    floor: str = ""
+    notes: Sequence[str] = ()
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:
     """One for each case, then one for each quantity of each sweep."""
     for title, group in blocks([r for r in result["rows"] if not r["sweep"]]):
-        base = base_of(group)
-        lines = [cells(r, base, result) for r in group if r["status"] == "ok"]
-        columns = dict.fromkeys(k for line in lines for k in line)
-        columns = [c for c in columns if any(line.get(c) for line in lines)]
-        out: dict[str, list[str]] = {}
-        for r in group:
-            if r["status"] != "ok":
-                out.setdefault(problem(r), []).append(r["contestant"])
-        notes = [f"{', '.join(names)} {why}" for why, names in out.items()]
-        body = [[line.get(c, "") for c in columns] for line in lines]
-        yield title, floor(group[0], result["ceiling"]), [columns, *body] if body else [], notes
+        yield case_table(title, group, result)
     points = [r for r in result["rows"] if r["sweep"]]
     points.sort(key=lambda r: (r["op"], r["dtype"], *r["sweep"]))
     for _, group in groupby(points, key=lambda r: (r["op"], r["dtype"], r["sweep"][0])):
-        yield from sweep_tables(list(group), result["ceiling"])
+        group = list(group)
+        if any("seconds" in r for r in group):
+            yield sweep_table("time", lambda r: seconds(r["seconds"]), "seconds", group, result)
+        if any("peak_bytes" in r for r in group):
+            yield sweep_table("memory", extra_memory, "peak_bytes", group, result)
 
 
-def sweep_tables(rows: list[Row], ceiling: dict[str, float]) -> Iterator[Table]:
+def case_table(title: str, group: list[Row], result: dict[str, Any]) -> Table:
+    base = base_of(group)
+    lines = [cells(r, base, result) for r in group if r["status"] == "ok"]
+    columns = dict.fromkeys(k for line in lines for k in line)
+    columns = [c for c in columns if any(line.get(c) for line in lines)]
+    problems: dict[str, list[str]] = {}
+    for r in group:
+        if r["status"] != "ok":
+            problems.setdefault(problem(r), []).append(r["contestant"])
+    notes = [f"{', '.join(names)} {why}" for why, names in problems.items()]
+    body = [[line.get(c, "") for c in columns] for line in lines]
+    return Table(title, [columns, *body] if body else [], floor(group[0], result["ceiling"]), notes)
+
+
+def sweep_table(
+    what: str, show: Callable[[Row], str], key: str, group: list[Row], result: dict[str, Any]
+) -> Table:
     """Contestants down, values across; what did not run says why in its place."""
-    values = sorted({r["sweep"][1] for r in rows})
-    names = dict.fromkeys(r["contestant"] for r in rows)
-    at = {(r["contestant"], r["sweep"][1]): r for r in rows}
-    for key, what in (("seconds", "time"), ("peak_bytes", "memory")):
-        if not any(key in r for r in rows):
-            continue
-
-        def cell(r: Row, key: str = key) -> str:
-            if key not in r:
-                return problem(r) if r["status"] != "ok" else r.get("memory_message", "")
-            return seconds(r[key]) if key == "seconds" else extra_memory(r)
-
-        lines = [
-            [name, *(cell(at[name, v]) if (name, v) in at else "" for v in values)]
-            for name in names
-        ]
-        if key == "seconds":
-            least = [bound(next(r for r in rows if r["sweep"][1] == v), ceiling) for v in values]
-            lines.append(["floor", *(seconds(x / top) if x and top else "" for x, top, _ in least)])
-        yield (
-            f"{swept(rows[0])}: {what}",
-            "",
-            [[rows[0]["sweep"][0][0], *map(str, values)], *lines],
-            [],
-        )
+    at = {(r["contestant"], r["sweep"][1]): r for r in group}
+    values = sorted({value for _, value in at})
+    lines = [[group[0]["sweep"][0][0], *map(str, values)]]
+    for name in dict.fromkeys(r["contestant"] for r in group):
+        found = [at.get((name, value), {"status": "not run"}) for value in values]
+        lines.append([name, *(show(r) if key in r else problem(r) for r in found)])
+    if key == "seconds":
+        least = [floor_seconds(at["ours", value], result["ceiling"]) for value in values]
+        lines.append(["floor", *(seconds(x) if x else "" for x in least)])
+    return Table(f"{swept(group[0])}: {what}", lines)
 
 
 def swept(row: Row) -> str:
@@ -149,6 +154,9 @@ def swept(row: Row) -> str:
 
 
 def problem(row: Row) -> str:
+    """Why a number is not there."""
+    if row["status"] == "ok":
+        return row.get("memory_message", "not measured")
     label = "not here" if row["status"] == "absent" else row["status"].upper()
     return label + (f": {row['message']}" if row.get("message") else "")
 
@@ -165,18 +173,19 @@ def base_of(group: list[Row]) -> Row | None:
 
 def floor(row: Row, ceiling: dict[str, float]) -> str:
     """The least that a case has to move or compute, and the time that takes here."""
-    least, top, unit = bound(row, ceiling)
+    least, _, unit = bound(row, ceiling)
     if not least:
         return "no floor"
     scale, prefix = next(((s, p) for s, p in ((1e9, "G"), (1e6, "M")) if least >= s), (1e3, "k"))
-    at_best = f", {seconds(least / top)} at the ceiling" if top else ""
+    time = floor_seconds(row, ceiling)
+    at_best = f", {seconds(time)} at the ceiling" if time else ""
     return f"least {significant(least / scale)} {prefix}{unit}{at_best}"
 
 
 def text(result: dict[str, Any]) -> str:
     """Fixed-width tables for a terminal."""
     out = [describe(result), ""]
-    for title, least, lines, notes in tables(result):
+    for title, lines, least, notes in tables(result):
         out.append(f"{title}  ({least})" if least else title)
         widths = [max(map(len, column)) for column in zip(*lines)]
         for first, *others in lines:
@@ -188,7 +197,7 @@ def text(result: dict[str, Any]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     out = [f"# {result['name']}", "", describe(result), "", LEGEND, ""]
-    for title, least, lines, notes in tables(result):
+    for title, lines, least, notes in tables(result):
         out += [f"## {title}", ""] + ([least, ""] if least else [])
         if lines:
             lines.insert(1, ["---"] * len(lines[0]))

@@ -73,9 +73,9 @@ def test_a_right_contestant_is_timed_and_every_failure_keeps_its_row_and_reason(
     assert "KeyError: 'nothing'" in rows["crash"]["message"]
     assert rows["missing"]["status"] == rows["gpu only"]["status"] == "absent"
     result = {"rows": list(rows.values()), "ceiling": {"copy": 1e10}, "device": "cpu"}
-    ((_, _, _, notes),) = report.tables(result)
+    (table,) = report.tables(result)
     for name in rows.keys() - {"ours"}:
-        assert any(re.match(rf"(.*, )?{name}(,| )", note) for note in notes), name
+        assert any(re.match(rf"(.*, )?{name}(,| )", note) for note in table.notes), name
 
 
 def test_too_large_is_skipped_with_the_size_and_the_rest_still_runs():
@@ -243,14 +243,14 @@ def test_sweeps_and_headline_cases_are_drawn_and_tabulated(tmp_path):
     paths = plots.draw([result], tmp_path, "cpu")
     assert [p.name for p in paths] == ["cpu-scaling-double.png", "cpu-summary.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
-    _, (title, _, times, _), (_, _, bytes_above, _) = report.tables(result | {"device": "cpu"})
-    assert title == "double: N=1000, fp32, against N: time"
-    assert times[:2] == [
+    _, times, memories = report.tables(result | {"device": "cpu"})
+    assert times.title == "double: N=1000, fp32, against N: time"
+    assert times.lines[:2] == [
         ["N", "16", "256", "1024"],
         ["ours", "SKIPPED: needs 99 GiB", "256 us", "1.02 ms"],
     ]
-    assert times[-1] == ["floor", *["0.8 us"] * 3]
-    assert bytes_above[2] == ["eager", "", "4.8 MiB", "4.8 MiB"]
+    assert times.lines[-1] == ["floor", *["0.8 us"] * 3]
+    assert memories.lines[2] == ["eager", "NOT RUN", "4.8 MiB", "4.8 MiB"]
 
 
 def test_peak_memory_is_measured_in_a_fresh_process():

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <list>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -192,14 +193,16 @@ Result finish(const Terms& terms, const std::vector<LossSums>& blocks, const Ten
           tensor_of(stats, {int64_t(stats.size())}, like, type)};
 }
 
-// Calls body(block, begin, end) for blocks of `size` of the n tokens, in parallel.
+// Calls body(begin, end, sums, scratch) for blocks of `size` of the n tokens, in parallel, each
+// thread with bytes of its own.
 template <class Body>
-std::vector<LossSums> for_blocks(int64_t n, int64_t size, const Body& body) {
+std::vector<LossSums> for_blocks(int64_t n, int64_t size, int64_t bytes, const Body& body) {
   const int64_t count = (n + size - 1) / size;
   std::vector<LossSums> sums(count, LossSums{});
   torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+    const std::unique_ptr<char[]> scratch(new char[bytes]);
     for (int64_t b = first; b < last; ++b)
-      body(b * size, std::min(n, (b + 1) * size), sums[b]);
+      body(b * size, std::min(n, (b + 1) * size), sums[b], scratch.get());
   });
   return sums;
 }
@@ -228,7 +231,7 @@ void ppo_loss(StableIValue* values, uint64_t, uint64_t) {
   const Tensor d_entropy = gradient(logprobs, stack.take<bool>(), type);
   const LossGrads grads{data(d_logp), data(d_values), data(d_entropy)};
   const auto sums = for_blocks(
-      logprobs.numel(), LOSS_BLOCK, [&](int64_t begin, int64_t end, LossSums& block) {
+      logprobs.numel(), LOSS_BLOCK, 0, [&](int64_t begin, int64_t end, LossSums& block, void*) {
         loss_block(real, terms.options, terms.in, terms.scale, grads, begin, end, block);
       });
   const Result result = finish(terms, sums, logprobs, type);
@@ -283,11 +286,16 @@ void ppo_loss_from_logits(StableIValue* values, uint64_t, uint64_t) {
   b.dx = d_logits.mutable_data_ptr();
   b.dx_stride_a = leading_stride(d_logits);
   b.dx_stride_b = need_logits ? d_logits.stride(d_logits.dim() - 2) : 0;
+  const int64_t at_a_time = rows_at_a_time(a.V);
+  const int64_t kept = need_logits ? at_a_time * logprobs_kept_reals(a.V) * rows.element_size() : 0;
   const auto sums = for_blocks(
-      n, rows_at_a_time(a.V), [&](int64_t begin, int64_t end, LossSums& block) {
-        forward(a, nullptr, begin, end);
+      n, at_a_time, kept, [&](int64_t begin, int64_t end, LossSums& block, void* scratch) {
+        LogprobsArgs first = a, second = b;
+        first.kept = second.kept = need_logits ? scratch : nullptr;
+        first.kept_from = second.kept_from = begin;
+        forward(first, nullptr, begin, end);
         loss_block(real, terms.options, terms.in, terms.scale, grads, begin, end, block);
-        if (need_logits) backward(b, begin * pieces, end * pieces);
+        if (need_logits) backward(second, begin * pieces, end * pieces);
       });
   const Result result = finish(terms, sums, logits, type);
   if (in_place) return stack.give({result.loss, result.stats, d_values});

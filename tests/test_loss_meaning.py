@@ -401,6 +401,33 @@ def test_from_logits_by_the_reference(monkeypatch: pytest.MonkeyPatch, dtype: to
     close(call(in_place=True), want, tolerance)
 
 
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP64])
+def test_from_logits_over_hard_rows(dtype: torch.dtype, softcap: float | None) -> None:
+    """Rows of more columns than one piece of the kernel, hard ones; gradient in place and not."""
+    V = 2 * 16384 + 37
+    x, y = torch.randn(7, V, dtype=FP64), torch.tensor([5, 16384, V - 1, 3, 7, V, -100])
+    x[0] += torch.tensor([-500.0, 500.0, -500.0]).repeat_interleave(16384)[:V]  # one piece is all
+    x[1, :16384] = -torch.inf  # a whole piece of masked vocabulary
+    x[2] += torch.arange(V) / 3000  # the maximum moves on and on
+    x[3, 20000] = torch.nan
+    x[4, 7] = -torch.inf  # the label's own logit
+    options = {n: t for n, t in tokens(7).items() if n not in ("logprobs", "entropy")}
+    options |= {**ALL_TERMS, "kl_penalty": "k3", "reduction": "sum"}
+    leaf = x.to(dtype).requires_grad_()
+    logp, entropy = pk.logprobs_from_logits(leaf, y, softcap=softcap, return_entropy=True)
+    out = pk.ppo_loss(logp, entropy=entropy, mask=y != -100, **options)
+    (want,) = torch.autograd.grad(out.loss, leaf)
+    for in_place in (False, True):
+        call = {"softcap": softcap, "inplace_backward": in_place, **options}
+        got = pk.ppo_loss_from_logits(leaf * 1, y, **call)
+        (g,) = torch.autograd.grad(got.loss, leaf)
+        close([got.stats.tensor], [out.stats.tensor], tol.FP64 if dtype == FP64 else tol.FP32)
+        close([g], [want], tol.BF16_OUT if dtype == torch.bfloat16 else tol.FP32)
+        assert g[3].isnan().all() and g[5].isnan().all() and (g[6] == 0).all()
+        assert g[[0, 1, 2, 4]].isfinite().all() and (g[1, :16384] == 0).all()
+
+
 def test_opcheck_from_logits() -> None:
     x, y, options = logits_case()
     terms = ops.loss_terms({**pk.ppo_loss.__kwdefaults__, **options}, x)

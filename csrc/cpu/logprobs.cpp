@@ -75,6 +75,22 @@ PPO_INLINE void shift(Sums<Vec>& sums, Vec to) {
   sums.m = to;
 }
 
+// Add n vectors of z, none of which exceeds the shift by more than exp() takes; e is e^(z - m).
+template <Level LEVEL, int n, class Vec>
+PPO_INLINE void add_shifted(Sums<Vec>& sums, const Vec (&z)[n], Vec (&e)[n]) {
+  Vec s{}, w{}, q{};
+  for (int i = 0; i < n; ++i) {
+    Vec d = z[i] - sums.m;
+    e[i] = exp(d);
+    s += e[i];
+    if (LEVEL >= ENTROPY) w = fma(e[i], e[i] == 0 ? Vec{} : d, w);
+    if (LEVEL >= STATS) q = fma(e[i], e[i], q);
+  }
+  sums.s += s;
+  sums.w += w;
+  sums.q += q;
+}
+
 // Add n vectors of z. The shift of each lane only moves when one of its logits exceeds it, about
 // log(V) times a row, so that the common path is one max, one compare and the exponentials.
 template <Level LEVEL, int n, class Vec>
@@ -82,16 +98,8 @@ PPO_INLINE void add(Sums<Vec>& sums, const Vec (&z)[n]) {
   Vec top = z[0];
   for (int i = 1; i < n; ++i) top = max(top, z[i]);
   if (__builtin_expect(any(top > sums.m), 0)) shift(sums, max(sums.m, top));
-  Vec s{}, w{}, q{};
-  for (int i = 0; i < n; ++i) {
-    Vec d = z[i] - sums.m, e = exp(d);
-    s += e;
-    if (LEVEL >= ENTROPY) w = fma(e, e == 0 ? Vec{} : d, w);
-    if (LEVEL >= STATS) q = fma(e, e, q);
-  }
-  sums.s += s;
-  sums.w += w;
-  sums.q += q;
+  Vec e[n];
+  add_shifted<LEVEL>(sums, z, e);
 }
 
 template <class T, Level LEVEL, bool CAPPED>
@@ -117,6 +125,52 @@ auto sum_piece(const LogprobsArgs& a, int64_t row, int64_t piece) {
   const Real m = max_lane(lanes.m);
   shift(lanes, Vec{} + m);
   return Sums<Real>{m, sum_lanes(lanes.s), sum_lanes(lanes.w), sum_lanes(lanes.q)};
+}
+
+template <class Real>
+Real* kept_of(const LogprobsArgs& a, int64_t row) {
+  return (Real*)a.kept + (row - a.kept_from) * (a.V + pieces_per_row(a));
+}
+
+// The same, where the exponentials are kept. They need one shift for the whole piece, which is
+// found first; while they are made, the next piece is on its way to the cache.
+template <class T, bool CAPPED>
+auto keep_piece(const LogprobsArgs& a, int64_t row, int64_t piece) {
+  typedef typename Compute<T>::Real Real;
+  typedef typename Compute<T>::Vec Vec;
+  constexpr int L = LANES<Vec>, GROUP = 4;
+  const auto f = transform<T, CAPPED>(a, row);
+  const int64_t start = piece * LOGPROBS_PIECE, left = a.V - start;
+  const int n = left < LOGPROBS_PIECE ? left : LOGPROBS_PIECE;
+  const T* x = row_of<const T>(a.x, a, row, a.stride_a, a.stride_b) + start;
+  Real* kept = kept_of<Real>(a, row);
+  Vec top[GROUP];
+  for (Vec& t : top) t = Vec{} + LOWEST<Real>;
+  int i = 0;
+  for (; i + GROUP * L <= n; i += GROUP * L)
+    for (int k = 0; k < GROUP; ++k) top[k] = max(top[k], f.z(load(x + i + k * L)));
+  for (; i < n; i += L)
+    top[0] = max(top[0], f.z(i + L <= n ? load(x + i) : load_some(x + i, n - i)));
+  const Real m = max_lane(max(max(top[0], top[1]), max(top[2], top[3])));
+  Sums<Vec> lanes{Vec{} + m, {}, {}, {}};
+  for (i = 0; i + GROUP * L <= n; i += GROUP * L) {
+    Vec z[GROUP], e[GROUP];
+    for (int k = 0; k < GROUP; ++k) {
+      __builtin_prefetch(x + i + k * L + LOGPROBS_PIECE, 0, 2);
+      z[k] = f.z(load(x + i + k * L));
+    }
+    add_shifted<ENTROPY>(lanes, z, e);
+    for (int k = 0; k < GROUP; ++k) store(kept + start + i + k * L, e[k]);
+  }
+  for (; i < n; i += L) {
+    const int some = n - i < L ? n - i : L;
+    const Vec z[1] = {f.z(load_some(x + i, some))};
+    Vec e[1];
+    add_shifted<ENTROPY>(lanes, z, e);
+    store_some(kept + start + i, some, e[0]);
+  }
+  kept[a.V + piece] = m;
+  return Sums<Real>{m, sum_lanes(lanes.s), sum_lanes(lanes.w), 0};
 }
 
 template <class Real>
@@ -187,8 +241,9 @@ struct Forward {
       }
       Sums<Real> sums{LOWEST<Real>, 0, 0, 0};
       for (int64_t k = 0; k < per_row; ++k)
-        merge(sums, scratch ? ((const Sums<Real>*)scratch)[row * per_row + k]
-                            : sum_piece<T, LEVEL, CAPPED>(a, row, k));
+        merge(sums, scratch  ? ((const Sums<Real>*)scratch)[row * per_row + k]
+                    : a.kept ? keep_piece<T, CAPPED>(a, row, k)
+                             : sum_piece<T, LEVEL, CAPPED>(a, row, k));
       finish<T, CAPPED>(a, row, label - a.first, sums);
     }
   }
@@ -208,9 +263,23 @@ struct Backward {
 
   // one_hot: g at the label, 0 elsewhere.
   inline __attribute__((always_inline)) Vec at(Vec x, Vec one_hot) const {
-    Vec log_p = (f.z(x) - m) - log_s, p = exp(log_p);
+    return at(x, one_hot, exp((f.z(x) - m) - log_s));
+  }
+  inline __attribute__((always_inline)) Vec at(Vec x, Vec one_hot, Vec p) const {
+    Vec log_p = (f.z(x) - m) - log_s;
     Vec weight = HAS_H ? fma(h, (p == 0 ? Vec{} : log_p) + H, g) : g;
     return (one_hot - p * weight) * f.dz_dx(x);
+  }
+
+  // The gradient of n columns from e = e^(z - shift).
+  void from_kept(const Real* e, Real shift, const T* x, T* dx, int n) const {
+    const Vec to_p = Vec{} + real_exp((shift - m[0]) - log_s[0]);
+    int i = 0;
+    for (; i + L <= n; i += L) store(dx + i, at(load(x + i), Vec{}, load(e + i) * to_p));
+    if (i < n) {
+      const Vec p = load_some(e + i, n - i) * to_p;
+      store_some(dx + i, n - i, at(load_some(x + i, n - i), Vec{}, p));
+    }
   }
 
   static void pieces(const LogprobsArgs& a, int64_t begin, int64_t end) {
@@ -243,9 +312,13 @@ struct Backward {
     // The label's own gradient first: dx may be x.
     const bool here = label >= 0 && label < n;
     const Vec at_label = here ? b.at(load_some(x + label, 1), b.g) : o;
-    int i = 0;
-    for (; i + L <= n; i += L) store(dx + i, b.at(load(x + i), o));
-    if (i < n) store_some(dx + i, n - i, b.at(load_some(x + i, n - i), o));
+    if (a.kept) {
+      b.from_kept(kept_of<Real>(a, row) + start, kept_of<Real>(a, row)[a.V + piece], x, dx, n);
+    } else {
+      int i = 0;
+      for (; i + L <= n; i += L) store(dx + i, b.at(load(x + i), o));
+      if (i < n) store_some(dx + i, n - i, b.at(load_some(x + i, n - i), o));
+    }
     if (here) store_some(dx + label, 1, at_label);
   }
 };

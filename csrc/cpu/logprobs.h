@@ -32,12 +32,22 @@ struct LogprobsArgs {
   const void *grad_logp, *grad_entropy;
   void* dx;
   int64_t dx_stride_a, dx_stride_b;
+
+  // For a caller that goes forward and at once backward over a few rows, or null: the exponentials
+  // that forward, with entropy and from no scratch, leaves for backward, so that each is made
+  // once. Per row from `kept_from` on, V reals e^(z - m of the piece), then each piece's m.
+  void* kept;
+  int64_t kept_from;
 };
 
 // A row is always summed in pieces of so many columns, merged in order: neither the number of
 // rows nor that of threads leaves a trace in the result.
 constexpr int64_t LOGPROBS_PIECE = 16384;
 constexpr int64_t LOGPROBS_PIECE_REALS = 4;
+
+inline int64_t logprobs_kept_reals(int64_t V) {
+  return V + (V + LOGPROBS_PIECE - 1) / LOGPROBS_PIECE;
+}
 
 // Sums of the pieces [begin, end), counted over all rows, into scratch (PIECE_REALS reals each).
 PPO_DECLARE(void logprobs_pieces(const LogprobsArgs&, void* scratch, int64_t begin, int64_t end))

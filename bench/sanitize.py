@@ -31,6 +31,13 @@ for N, V, dtype in ((5, 1000, torch.float32), (3, 4097, torch.bfloat16)):
     old, adv, mask = logp.detach().view(1, N), torch.randn(1, N, device="cuda"), labels >= 0
     x = logp.detach().view(1, N).requires_grad_()
     ppo.ppo_loss(x, old, adv, mask.view(1, N)).loss.backward()
+    reduction = "seq-mean-token-mean"
+    for in_place in (False, True):
+        x = logits.clone().requires_grad_()
+        ppo.ppo_loss_from_logits(
+            (x * 1).view(1, N, V), labels.view(1, N), old, adv, inplace_backward=in_place,
+            ent_coef=0.1, reduction=reduction,
+        ).loss.backward()  # fmt: skip
     hidden = torch.randn(N, 64, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(V, 64, device="cuda", dtype=dtype, requires_grad=True)
     loss = ppo.ppo_loss_from_hidden(

@@ -30,6 +30,16 @@ class Backend(NamedTuple):
         return self.name != "triton"
 
 
+class _Op:
+    """A function in the place of an op and of its only overload."""
+
+    def __init__(self, function: Callable) -> None:
+        self.default = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.default(*args)
+
+
 NAMES = ("reference", "cpu", "triton")
 
 
@@ -53,7 +63,7 @@ def use(monkeypatch: pytest.MonkeyPatch, name: str, kernels: dict[str, tuple]) -
         return Backend(name, "cuda")
     for op, implementations in kernels.items():
         implementation: Callable = implementations[name == "triton"]
-        monkeypatch.setattr(torch.ops.ppo_kernels, op, implementation)
+        monkeypatch.setattr(torch.ops.ppo_kernels, op, _Op(implementation))
     return Backend(name, "cpu")
 
 
@@ -66,4 +76,15 @@ def logprob_kernels() -> dict[str, tuple]:
         "logprobs_partials": (reference.logprobs_partials, kernels.logprobs_partials),
         "logprobs_bwd": (reference.logprobs_bwd, kernels.logprobs_bwd),
         "logprobs_bwd_": (_bwd_inplace_reference, kernels.logprobs_bwd_),
+    }
+
+
+def loss_kernels() -> dict[str, tuple]:
+    from ppo_kernels.kernels import loss as kernels
+    from ppo_kernels.ops import loss
+
+    return {
+        "ppo_loss": (loss._reference, kernels.ppo_loss),
+        "ppo_loss_from_logits": (loss._logits_reference, kernels.ppo_loss_from_logits),
+        "ppo_loss_from_logits_": (loss._logits_inplace_reference, kernels.ppo_loss_from_logits_),
     }

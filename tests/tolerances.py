@@ -61,3 +61,5 @@ FAR_FROM_ZERO_FP64 = {"rtol": 1e-15, "atol": 1e-7}
 BF16_GRADIENT = {"rtol": 2**-7, "atol": 2e-2}
 # A loss in fp32 split into micro-batches: the same per-token numbers, added in fp64.
 SPLIT = {"rtol": 1e-6, "atol": 1e-7}
+# fp32 numbers that may be tiny, against fp64: their own digits, nothing absolute.
+RELATIVE = {"rtol": 1e-5, "atol": 0.0}

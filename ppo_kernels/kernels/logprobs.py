@@ -70,6 +70,71 @@ def _factors(temperatures_ptr, row, temperature, logit_scale, softcap, CAPPED: t
         return logit_scale / temperature, 1.0
 
 
+@triton.jit
+def _row_sums(
+    x_row,
+    V,
+    inner,
+    outer,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SUM_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """(m, s, w, q) of the first V columns: m = max z, and with e = exp(z - m) the sums of e, of
+    e (z - m) and of e^2; w and q only if asked. STAGES - 1 blocks are on their way to shared memory
+    while one is summed; with STAGES 1 other programs on the SM hide the latency."""
+    m = -float("inf")
+    s = 0.0
+    w = 0.0
+    q = 0.0
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(x_row + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
+        z = _z(x, inner, outer, CAPPED)
+        new_m = tl.maximum(m, tl.max(z, 0))
+        # While everything so far is -inf, shift by 0: e is 0 then and nothing becomes NaN.
+        shift = tl.where(new_m == -float("inf"), 0.0, new_m)
+        d = z - shift
+        e = tl.exp(d)
+        rescale = tl.exp(m - shift)
+        if ENTROPY:
+            # w = sum e d: no cancellation, unlike lse - E[z]. What vanishes is 0, not 0 * -inf.
+            w = tl.where(rescale == 0, 0.0, (w + s * (m - shift)) * rescale)
+            w += tl.sum(tl.where(e == 0, 0.0, e * d), 0)
+        if SUM_P2:
+            q = q * (rescale * rescale) + tl.sum(e * e, 0)
+        s = s * rescale + tl.sum(e, 0)
+        m = new_m
+    return m, s, w, q
+
+
+@triton.jit
+def _dx(
+    x,
+    cols,
+    label,
+    g,
+    h,
+    row_max,
+    log_sum,
+    entropy,
+    inner,
+    outer,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """dz_v = g (1_y - p_v) - h p_v (ln p_v + H), dx = dz * dz/dx; h only if ENTROPY."""
+    log_p = _z(x, inner, outer, CAPPED) - row_max - log_sum
+    p = tl.exp(log_p)
+    weight = g
+    if ENTROPY:
+        weight = g + h * (tl.where(p == 0, 0.0, log_p) + entropy)
+    dz = tl.where(cols == label, g, 0.0) - p * weight
+    return dz * _dz_dx(x, inner, outer, CAPPED)
+
+
 # Specialising on these would only compile anew for other batch sizes and labels.
 @triton.jit(do_not_specialize=["B", "ignore_index"])
 def _logprobs_fwd_kernel(
@@ -104,29 +169,10 @@ def _logprobs_fwd_kernel(
         label -= tl.load(shard_ptr)
     inner, outer = _factors(temperatures_ptr, row, temperature, logit_scale, softcap, CAPPED)
 
-    m = -float("inf")
-    s = 0.0
-    w = 0.0
-    q = 0.0
-    # An ignored row is not read: its loop has no iterations.
-    for start in range(0, tl.where(ignored, 0, V), BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        x = tl.load(x_row + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
-        z = _z(x, inner, outer, CAPPED)
-        new_m = tl.maximum(m, tl.max(z, 0))
-        # While everything so far is -inf, shift by 0: e is 0 then and nothing becomes NaN.
-        shift = tl.where(new_m == -float("inf"), 0.0, new_m)
-        d = z - shift
-        e = tl.exp(d)
-        rescale = tl.exp(m - shift)
-        if ENTROPY:
-            # w = sum e d: no cancellation, unlike lse - E[z]. What vanishes is 0, not 0 * -inf.
-            w = tl.where(rescale == 0, 0.0, (w + s * (m - shift)) * rescale)
-            w += tl.sum(tl.where(e == 0, 0.0, e * d), 0)
-        if SUM_P2:
-            q = q * (rescale * rescale) + tl.sum(e * e, 0)
-        s = s * rescale + tl.sum(e, 0)
-        m = new_m
+    # An ignored row is not read: it has no columns.
+    m, s, w, q = _row_sums(
+        x_row, tl.where(ignored, 0, V), inner, outer, CAPPED, ENTROPY, SUM_P2, BLOCK, STAGES=1
+    )
 
     here = (label >= 0) & (label < V) & ~ignored
     if partials_ptr is not None:
@@ -180,7 +226,7 @@ def _logprobs_bwd_kernel(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dz_v = g (1_y - p_v) - h p_v (ln p_v + H), dx = dz * dz/dx. dx_ptr may be x_ptr."""
+    """`_dx` of a tile of columns per program. dx_ptr may be x_ptr."""
     program = tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     cols = program % tiles * BLOCK + tl.arange(0, BLOCK)
@@ -206,16 +252,15 @@ def _logprobs_bwd_kernel(
     label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
 
     inner, outer = _factors(temperatures_ptr, row, temperature, logit_scale, softcap, CAPPED)
-    x = tl.load(x_row + cols, mask=(cols < V) & ~skipped, other=-float("inf")).to(tl.float32)
-    d = _z(x, inner, outer, CAPPED) - tl.load(row_max_ptr + row)
-    log_p = d - tl.load(log_sum_ptr + row)
-    p = tl.exp(log_p)
-    weight = g
+    entropy = 0.0
     if grad_entropy_ptr is not None:
-        surprise = tl.where(p == 0, 0.0, log_p) + tl.load(entropy_ptr + row)
-        weight = g + h * surprise
-    dz = tl.where(cols == label, g, 0.0) - p * weight
-    dx = tl.where(skipped, 0.0, dz * _dz_dx(x, inner, outer, CAPPED))
+        entropy = tl.load(entropy_ptr + row)
+    x = tl.load(x_row + cols, mask=(cols < V) & ~skipped, other=-float("inf")).to(tl.float32)
+    dx = _dx(
+        x, cols, label, g, h, tl.load(row_max_ptr + row), tl.load(log_sum_ptr + row), entropy,
+        inner, outer, CAPPED, ENTROPY=grad_entropy_ptr is not None,
+    )  # fmt: skip
+    dx = tl.where(skipped, 0.0, dx)
     tl.store(dx_row + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < V)
 
 

@@ -27,7 +27,8 @@ def define(
     to; kernels register under CPU and CUDA and win there. C++ kernels appear when the native
     module loads, which the first call that finds none sees to, also inside a compiled graph: an
     op never asks for it. triton_twin takes the CUDA key if the module came without that part.
-    triton_module names the file in kernels/ whose function of this name is the CUDA kernel.
+    triton_module names the file in kernels/ whose function of this name is the CUDA kernel, for
+    all but fp64 inputs.
     """
     LIB.define(schema)
     name = schema.split("(", 1)[0].strip()
@@ -66,4 +67,4 @@ def _launcher(module: str, name: str, reference: Callable[..., Any]) -> Callable
             return reference
         return getattr(importlib.import_module(f"ppo_kernels.kernels.{module}"), name)
 
-    return lambda *args: kernel()(*args)
+    return lambda *args: (reference if args[0].dtype == torch.float64 else kernel())(*args)

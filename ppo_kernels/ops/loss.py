@@ -51,6 +51,7 @@ define(
     "(Tensor loss, Tensor stats, Tensor d_logprobs, Tensor d_values, Tensor d_entropy)",
     _reference,
     _fake,
+    triton_module="loss",
 )
 
 
@@ -93,12 +94,14 @@ define(
     "(Tensor loss, Tensor stats, Tensor d_logits, Tensor d_values)",
     _logits_reference,
     _logits_fake,
+    triton_module="loss",
 )
 define(
     f"ppo_loss_from_logits_(Tensor(a!) logits, Tensor labels, {TRANSFORM}, {TERMS}, "
     "bool need_values) -> (Tensor loss, Tensor stats, Tensor d_values)",
     _logits_inplace_reference,
     _logits_inplace_fake,
+    triton_module="loss",
 )
 
 

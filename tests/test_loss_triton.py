@@ -89,14 +89,25 @@ def test_nan_in_a_trained_token_shows() -> None:
     assert d_logp.isnan().sum() == 1 and d_logp[1, 3].isnan() and not d_values.isnan().any()
 
 
-def test_more_programs_than_a_sum_of_sums_has_columns(monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "BLOCK", 16)
+def test_more_runs_of_the_mask_than_are_added_at_once(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "RUN", 16)
     x = test_loss.tokens(FP32, rows=28)
     assert x["logprobs"].numel() > 16 * 256
     options = {"mask": torch.rand(28, test_loss.T) > 0.3, "ent_coef": 0.1}
     got = test_loss.run(x, **options)
     test_loss.close(got, test_loss.expected(x, **options), tol.FP32)
+
+
+def test_more_programs_than_are_added_at_once() -> None:
+    sums = torch.rand(len(reference.STAT_NAMES), 600)
+    loss, stats = torch.empty(()), torch.empty(len(reference.STAT_NAMES))
+    kernels._finish_kernel[(1,)](loss, stats, sums, 600, 0.1, 0.2, 0.3)
+    total = sums.double().sum(1)
+    total[4:11] /= total[12]
+    total[11] = sums[11].max()
+    coefs = torch.tensor([1, 0.1, -0.2, 0.3], dtype=FP64)
+    want = (coefs * total[:4]).sum(), total
+    test_loss.close((loss, stats), want, tol.FP32)
 
 
 def test_other_dtypes_and_strides() -> None:

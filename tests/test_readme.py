@@ -1,0 +1,70 @@
+"""Every Python block of the README runs as it is printed, with small tensors and a tiny model."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tokenizers
+import torch
+import transformers
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+B, T, V = 3, 7, tiny.VOCAB
+WORDS = [f"w{i}" for i in range(V - 2)]
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the README's reader has at hand; blocks add to it, as in one notebook."""
+    torch.manual_seed(0)
+    model = tiny.gpt2()
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    ids = {word: i for i, word in enumerate(["[UNK]", "[EOS]", *WORDS])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="[UNK]"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="[EOS]")
+    old_logp, ref_logp, values, old_values, returns = torch.randn(5, B, T - 1).unbind()
+    return {
+        "__name__": "readme",
+        "path": str(folder),
+        "model": model,
+        "tokenizer": tokenizer,
+        "texts": [" ".join(WORDS[i % 50 : i % 50 + 3]) for i in range(70)],
+        "logits": torch.randn(B, T, V, requires_grad=True) * 1,
+        "input_ids": torch.randint(V, (B, T)),
+        "attention_mask": torch.ones(B, T, dtype=torch.int64),
+        **{"old_logp": old_logp, "ref_logp": ref_logp, "old_values": old_values},
+        **{"values": values.requires_grad_(), "returns": returns},
+        "mask": torch.rand(B, T - 1) < 0.8,
+        "scores": torch.randn(B),
+        "process_group": None,
+        "packed_rewards": torch.randn(9),
+        "packed_values": torch.randn(9),
+        "cu_seqlens": torch.tensor([0, 4, 9]),
+        "tokens_in_batch": 40,
+    }
+
+
+@pytest.mark.parametrize("i", range(len(BLOCKS)))
+def test_block(
+    i: int, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    block = BLOCKS[i].replace("path/or/name", names["path"])
+    # Rows of the packed example overwrite those of the padded one.
+    kept = {name: names[name] for name in ("returns", "model", "scores")}
+    exec(compile(block, f"README.md block {i}", "exec"), names)
+    if "packed_values" in block:
+        assert names["adv"].shape == (9,)
+        names.update(kept, adv=torch.randn(B, T - 1))
+    if "ppo_loss" in block:
+        assert names["loss"].isfinite() and names["values"].grad is not None
+    if "trainer.step" in block:
+        assert names["stats"]["ppo/optimizer_steps"] > 0
+    if "save_pretrained" in block:
+        assert len(names["history"]) == 2 and (tmp_path / "checkpoint.pt").exists()
+        assert list((tmp_path / "out").glob("*.safetensors"))

@@ -62,12 +62,21 @@ def known(what: str, given: str, names: tuple[str, ...]) -> tuple[list[str], boo
     return [n for n in names if n in asked], not unknown
 
 
-def unusable(device: str) -> str:
-    """Why this device cannot be measured, or nothing."""
-    if device not in ("cpu", "cuda"):
-        return f"unknown device {device}; there are cpu, cuda"
-    if device == "cuda" and not torch.cuda.is_available():
+def obstacle(args: argparse.Namespace) -> str:
+    """Why nothing can be measured or written, if so; makes the folders to write to."""
+    if args.device not in ("cpu", "cuda"):
+        return f"unknown device {args.device}; there are cpu, cuda"
+    if args.device == "cuda" and not torch.cuda.is_available():
         return "device cuda was asked for, but torch finds no CUDA device"
+    if args.record and (args.json or args.plot):
+        return "--record writes its own files: leave out --json and --plot"
+    if args.json and args.json.is_dir():
+        return f"--json {args.json} is a folder; a file was expected"
+    try:
+        for folder in filter(None, (args.record, args.plot, args.json and args.json.parent)):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
     return ""
 
 
@@ -108,13 +117,18 @@ def run(args: argparse.Namespace, ops: list[str], file: Path | None, results: li
             complain(f"{file} is there, from this commit; remove it to measure again")
             results.append(earlier)
             return
-        complain(f"{file} took {earlier.get('took', float('nan')):.0f} s the last time")
+        if "took" in earlier:
+            complain(f"{file} took {earlier['took']:.0f} s the last time")
+    chosen = choose(args, ops)
+    if not chosen:
+        complain(f"{', '.join(ops)}: no {args.size} case in {', '.join(args.dtypes) or args.dtype}")
+        return
     result = {"name": f"{', '.join(ops)} on {args.device}", "ceiling": {}, "rows": []}
     result |= machine.describe(torch.device(args.device))
     results.append(result)
     try:
         with progress() as say:
-            measure(args, choose(args, ops), result, file, say)
+            measure(args, chosen, result, file, say)
     finally:
         write(result, file)
         if args.record:
@@ -167,15 +181,14 @@ def main(argv: list[str] | None = None) -> int:
     ops, ops_known = known("op", args.op, tuple(cases.OPS))
     args.dtypes, dtypes_known = known("dtype", args.dtype, tuple(DTYPES))
     args.peers, peers_known = known("peer", args.peers, peers.NAMES)
-    if reason := unusable(args.device):
+    if reason := obstacle(args):
         complain(reason)
         return 2
-    for folder in filter(None, (args.record, args.plot, args.json and args.json.parent)):
-        folder.mkdir(parents=True, exist_ok=True)
     # Peers warn about each other and about deprecations in torch: none of it is about a number.
     warnings.filterwarnings("ignore")
     torch._dynamo.config.recompile_limit = 64
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = args.record or args.plot
     args.memory |= bool(args.record)
     jobs = [(ops, args.json)] if ops else []
     if args.record:
@@ -188,9 +201,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted; the table has what was measured")
         status = 130
-    if folder := args.record or args.plot:
-        for path in plots.draw(results, folder, args.device):
+    try:
+        for path in plots.draw(results, folder, args.device) if folder else ():
             print(f"bench: wrote {path}")
+    except ImportError as error:
+        complain(f"no plots: {error}")
     rows = [row for result in results for row in result["rows"]]
     ours = [row["status"] for row in rows if row["contestant"] == "ours"]
     return 1 if "wrong" in ours or "crashed" in ours else status

@@ -146,6 +146,9 @@ def test_the_large_case_needs_64_bit_offsets():
         (["--op", "nonsense"], "unknown op nonsense; there are gae, logprobs"),
         (["--device", "tpu"], "unknown device tpu; there are cpu, cuda"),
         (["--dtype", "int8"], "unknown dtype int8; there are fp32, bf16"),
+        (["--json", "tests", "--device", "cpu"], "--json tests is a folder"),
+        (["--json", "README.md/x.json", "--device", "cpu"], "README.md"),
+        (["--record", "x", "--plot", "x", "--device", "cpu"], "leave out --json and --plot"),
         pytest.param(
             ["--device", "cuda"],
             "torch finds no CUDA device",
@@ -153,7 +156,8 @@ def test_the_large_case_needs_64_bit_offsets():
         ),
     ],
 )
-def test_bad_arguments_are_named(argv, message, capsys):
+def test_bad_arguments_are_named(argv, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     assert cli.main(argv) == 2
     assert message in capsys.readouterr().err
 

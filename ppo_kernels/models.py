@@ -706,6 +706,11 @@ class PolicyAndValue(_Policy):
     def value_parameters(self) -> Iterator[nn.Parameter]:
         return self.value_model.parameters()
 
+    def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
+        """The policy in `path`, the value model in `path`/value_model, each as it saves itself."""
+        self.policy.save_pretrained(path, **kwargs)
+        self.value_model.save_pretrained(Path(path) / "value_model", **kwargs)
+
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         super().gradient_checkpointing_enable(**kwargs)
         _checkpointing(self.value_model, "enable", **kwargs)

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import tolerances as tol
 import torch
+import transformers
 from torch import Tensor, nn
 
 import ppo_kernels as pk
@@ -880,13 +882,58 @@ def test_40_a_suspicious_number_names_its_cause(capsys: pytest.CaptureFixture[st
     trainer.step(q, greedy, [0.0] * 32)
     assert "more likely than samples of the policy" in capsys.readouterr().out
     model = tiny.policy()
-    trainer = tiny.trainer(model, tiny.policy(1))
-    q = tiny.rows(4)[0]
+    trainer = tiny.trainer(model, tiny.policy(1), batch_size=16)
+    q = tiny.rows(16)[0]
     ref_like = PPOTrainer(trainer.config, tiny.policy(1)).generate(q, max_new_tokens=8)
-    with pytest.warns(UserWarning, match="mean KL to the reference"):
-        trainer.step(q, ref_like, [0.0] * 4)
+    with pytest.warns(UserWarning, match="standard errors below 0"):
+        trainer.step(q, ref_like, [0.0] * 16)
     said = capsys.readouterr().out
     assert "impossible over samples of the policy" in said
+
+
+def test_40_ordinary_samples_raise_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
+    """The mean KL of a policy next to its reference is below 0 in half of all batches."""
+    ref = tiny.policy()
+    kls = []
+    for seed in range(4):
+        model = tiny.policy()
+        with torch.no_grad():
+            for p in model.policy_parameters():
+                p += 0.003 * torch.randn(p.shape)
+        trainer = tiny.trainer(model, ref, batch_size=16, seed=seed)
+        q = tiny.rows(16, seed)[0]
+        kls.append(
+            trainer.step(q, trainer.generate(q, max_new_tokens=8), [0.0] * 16)["objective/kl"]
+        )
+    assert min(kls) < 0 < max(kls)
+    assert "impossible" not in capsys.readouterr().out  # and `_quiet` sees no warning
+
+
+def test_rewards_per_token_are_in_the_mean_reward() -> None:
+    q, r, _ = tiny.rows(4)
+    stats = tiny.trainer().step(q, r, [torch.arange(float(len(x))) for x in r])
+    want = sum(len(x) * (len(x) - 1) / 2 for x in r) / 4
+    assert stats["env/reward_mean"] == pytest.approx(want)
+    assert stats["ppo/mean_scores"] == pytest.approx(want)
+
+
+def test_a_rollout_prints_in_a_line() -> None:
+    rollout = tiny.trainer().rollout(*tiny.rows(4))
+    assert repr(rollout).startswith("Rollout(4 responses, ") and len(repr(rollout)) < 100
+
+
+def test_a_separate_value_model_is_saved_beside_the_policy(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = tiny.gpt2().config
+    config.num_labels = 1
+    value = transformers.GPT2ForTokenClassification(config)
+    policy = PolicyAndValue(tiny.gpt2(), value)
+    tiny.trainer(policy, tiny.gpt2()).save_pretrained(tmp_path)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    read_value = transformers.GPT2ForTokenClassification.from_pretrained(tmp_path / "value_model")
+    again = PolicyAndValue(read, read_value)
+    for a, b in zip(policy.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 # -------------------------------------------------------------------------- other models
@@ -983,4 +1030,4 @@ def _quiet(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
     """No test leaves warnings of ours unasserted but the negative KL of invented responses."""
     yield
     ours = [w for w in recwarn if "ppo_kernels" in w.filename]
-    assert not [w for w in ours if "mean KL to the reference" not in str(w.message)]
+    assert not [w for w in ours if "standard errors below 0" not in str(w.message)]

@@ -52,7 +52,7 @@ class PPOConfig:
 
     # Batches
     batch_size: int = 128  # most responses per step; what dataloader and train() give (TRL: 256)
-    mini_batch_size: int = 32  # responses per optimizer step; the last may be smaller (TRL: 1)
+    mini_batch_size: int | None = None  # responses per optimizer step; None: at most 32 (TRL: 1)
     micro_batch_size: int | None = None  # responses per forward, for memory; None: mini_batch_size
     ppo_epochs: int = 4  # passes over a batch
     shuffle: bool = True  # a new order of rows in each pass
@@ -103,6 +103,8 @@ class PPOConfig:
     temperature: float = 1.0  # of generate, policy and reference alike (TRL: generation's only)
 
     def __post_init__(self) -> None:
+        if self.mini_batch_size is None:
+            self.mini_batch_size = min(self.batch_size, 32)
         for field in dataclasses.fields(self):
             _check(field.name, field.type, getattr(self, field.name))
         for small, large in (("micro", "mini_batch_size"), ("mini", "batch_size")):

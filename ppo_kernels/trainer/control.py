@@ -1,7 +1,6 @@
 """What the trainer learns besides weights: the KL coefficient, and the scale of the scores."""
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -48,13 +47,6 @@ class AdaptiveKLController(FixedKLController):
         """Take in the mean KL of n_steps responses; a value that is not finite changes nothing."""
         if not math.isfinite(current):
             return
-        if current < 0:
-            warnings.warn(
-                f"mean KL to the reference is {current:.4g} < 0, which no policy has over its own "
-                "samples: were responses made with top_k, top_p, a minimum length or another "
-                "temperature than config.temperature?",
-                stacklevel=2,
-            )
         error = min(max(current / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
         self.value *= max(1 + error * n_steps / self.horizon, MIN_FACTOR)
 

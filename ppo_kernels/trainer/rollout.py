@@ -109,10 +109,10 @@ def _pad(rows: Sequence[Tensor], fill: int, side: str) -> tuple[Tensor, Tensor, 
 
 # [B, T] of what is scored, and of what is made of it.
 TOKEN_FIELDS = ("logprobs", "ref_logprobs", "values", "entropy", "kl")
-TOKEN_FIELDS += ("rewards", "advantages", "returns", "rollout_logprobs")
+TOKEN_FIELDS += ("token_scores", "rewards", "advantages", "returns", "rollout_logprobs")
 
 
-@dataclass
+@dataclass(repr=False)
 class Rollout:
     """What one update learns from: B responses, right-padded, in the index convention of Batch.
 
@@ -130,7 +130,8 @@ class Rollout:
     values: Tensor
     entropy: Tensor
     kl: Tensor  # the penalty of each token before its coefficient
-    rewards: Tensor
+    token_scores: Tensor  # rewards given per token
+    rewards: Tensor  # scores and token_scores less the KL penalty
     advantages: Tensor
     returns: Tensor
     rollout_logprobs: Tensor  # the sampler's own; NaN if not given
@@ -143,6 +144,11 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.queries)
+
+    def __repr__(self) -> str:
+        (B, T), n = self.mask.shape, int(self.mask.sum())
+        score = float(self.raw_scores.mean()) if B else 0.0
+        return f"Rollout({B} responses, {n} actions in [{B}, {T}], mean score {score:.4g})"
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> "Rollout":
         rows = rows.cpu() if isinstance(rows, Tensor) else rows

@@ -1,6 +1,7 @@
 """Statistics under TRL's names: sums over tokens and responses of all ranks, divided once."""
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ def of_rollout(ro: Rollout, kl_coef: float, ranks: Ranks) -> dict[str, float]:
     tokens = {"k1": ro.logprobs - ro.ref_logprobs, "kl": ro.kl, "entropy": ro.entropy}
     tokens |= {"surprise": -ro.logprobs - ro.entropy, "residual": ro.returns - ro.values}
     tokens |= {"advantages": ro.advantages, "ppo/returns": ro.returns, "ppo/val": ro.values}
-    rows = {"env/reward": ro.raw_scores, "scores": ro.scores}
+    given = torch.where(mask, ro.token_scores, 0).sum(-1)
+    rows = {"env/reward": ro.raw_scores + given, "scores": ro.scores + given}
+    rows["kl_of_response"] = torch.where(mask, tokens["k1"], 0).sum(-1)
     rows |= {"unfinished": ~ro.finished, "truncated": ro.truncated}
     vectors = {k: x[mask] for k, x in tokens.items()} | {k: x[live] for k, x in rows.items()}
     for name, texts in (("queries", ro.queries), ("responses", ro.responses)):
@@ -101,14 +104,14 @@ def of_rollout(ro: Rollout, kl_coef: float, ranks: Ranks) -> dict[str, float]:
     for name in ("env/reward", "tokens/queries_len", "tokens/responses_len"):
         out |= {f"{name}_{what}": m[name][what] for what in ("mean", "std")}
     surprise, var = m["surprise"], m["ppo/returns"]["var"]
-    z = surprise["mean"] * surprise["n"] ** 0.5 / max(surprise["std"], 1e-12)
     return out | {
         "objective/kl": m["k1"]["sum"] / max(m["scores"]["n"], 1),
+        "objective/kl_z": _standard_errors(m["kl_of_response"]),
         "objective/kl_per_token": m["k1"]["mean"],
         "objective/kl_coef": kl_coef,
         "objective/entropy": m["entropy"]["mean"],
         "objective/surprise": surprise["mean"],
-        "objective/surprise_z": z,
+        "objective/surprise_z": _standard_errors(surprise),
         "ppo/mean_non_score_reward": -kl_coef * m["kl"]["mean"],
         "ppo/mean_scores": m["scores"]["mean"],
         "ppo/std_scores": m["scores"]["std"],
@@ -119,6 +122,11 @@ def of_rollout(ro: Rollout, kl_coef: float, ranks: Ranks) -> dict[str, float]:
         "tokens/without_eos": m["unfinished"]["mean"],
         "tokens/truncated": m["truncated"]["mean"],
     }
+
+
+def _standard_errors(m: dict[str, float]) -> float:
+    """How many of its own standard errors a mean is away from 0."""
+    return m["mean"] * m["n"] ** 0.5 / max(m["std"], 1e-12)
 
 
 def _moments(vectors: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, float]]:
@@ -136,6 +144,21 @@ def _moments(vectors: dict[str, Tensor], ranks: Ranks) -> dict[str, dict[str, fl
     return out
 
 
+# Standard errors below 0 from which on a mean KL is no accident of sampling.
+KL_ERRORS = 5
+
+
+def warn_of_negative_kl(s: dict[str, float]) -> None:
+    """A policy's own samples have a mean KL to the reference of at least 0, up to their number."""
+    if s["objective/kl_z"] < -KL_ERRORS:
+        warnings.warn(
+            f"mean KL to the reference is {s['objective/kl']:.4g}, {-s['objective/kl_z']:.1f} "
+            "standard errors below 0: were responses made with top_k, top_p, a minimum length or "
+            "another temperature than config.temperature?",
+            stacklevel=3,
+        )
+
+
 def self_check(s: dict[str, float], cfg: PPOConfig) -> str:
     """What the first step says about the set-up; a suspicious number names its likely cause."""
     gap, kl, z = s["ppo/policy/first_logprob_gap"], s["objective/kl"], s["objective/surprise_z"]
@@ -150,9 +173,9 @@ def self_check(s: dict[str, float], cfg: PPOConfig) -> str:
             "  |new - old| should be rounding before the first step: dropout is live, the rollout "
             "is from other weights, or the model computes in low precision"
         )
-    if kl < -1e-3:
+    if s["objective/kl_z"] < -KL_ERRORS:
         lines.append(
-            "  mean KL < 0 is impossible over samples of the policy: responses were made with "
+            "  so negative a KL is impossible over samples of the policy: responses were made with "
             f"{sampling}, or at another temperature"
         )
     if abs(z) > 6 and abs(surprise) > 0.05:

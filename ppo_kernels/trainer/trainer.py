@@ -213,7 +213,7 @@ class PPOTrainer:
         full = self._collate(x["queries"], x["responses"], x["response_masks"])
         kind = {"device": self.device, "dtype": self.dtype}
         fields = {name: torch.zeros(full.mask.shape, **kind) for name in TOKEN_FIELDS}
-        fields["rewards"] = full.scatter(x["token_scores"].to(**kind))
+        fields["token_scores"] = full.scatter(x["token_scores"].to(**kind))
         fields["rollout_logprobs"] = full.scatter(x["rollout_logprobs"].to(**kind))
         fields["raw_scores"] = fields["scores"] = x["scores"].to(**kind)
         fields["bootstrap"] = torch.zeros_like(fields["scores"])
@@ -289,7 +289,7 @@ class PPOTrainer:
     def _add_rewards(self, ro: Rollout) -> None:
         """Scores and the KL penalty, on top of the rewards that were given per token."""
         cfg, beta, kind = self.config, self.kl_ctl.value, KL_KINDS[self.config.kl_penalty]
-        given = ro.rewards
+        given = ro.token_scores
         if kind == "full":  # no function of the two log-probs, so it goes in per token
             given, beta, kind = given - beta * ro.kl, 0.0, "k1"
         options = {"kl_coef": beta, "kl_penalty": kind, "kl_placement": cfg.kl_placement}
@@ -354,6 +354,7 @@ class PPOTrainer:
                     break
         out = stats.of_rollout(rollout, self.kl_ctl.value, self.ranks)
         out |= stats.of_update(done, len(plan) // cfg.ppo_epochs)
+        stats.warn_of_negative_kl(out)
         out["ppo/learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         kl = "objective/kl" if cfg.kl_unit == "sequence" else "objective/kl_per_token"
         self.kl_ctl.update(out[kl], int(out["tokens/responses"]))

@@ -176,7 +176,8 @@ def floor(row: Row, ceiling: dict[str, float]) -> str:
     least, _, unit = bound(row, ceiling)
     if not least:
         return "no floor"
-    scale, prefix = next(((s, p) for s, p in ((1e9, "G"), (1e6, "M")) if least >= s), (1e3, "k"))
+    prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+    scale, prefix = next(((s, p) for s, p in prefixes if least >= s), (1e3, "k"))
     time = floor_seconds(row, ceiling)
     at_best = f", {seconds(time)} at the ceiling" if time else ""
     return f"least {significant(least / scale)} {prefix}{unit}{at_best}"

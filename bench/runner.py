@@ -114,21 +114,21 @@ def _time(
         more = min(63, int(2 * timing.cache_bytes(device) / size))
         ring += [case.make(2 + i, False) for i in range(more)]
     timed = []
-    for contestant, row, function in right:
-        report(f"{case.key}: warming up {contestant.name}")
-        inputs = [contestant.prepare(x) for x in ring]
-        overwrites = None if case.single else contestant.overwrites
-        watch = timing.Stopwatch(function, inputs, overwrites, device)
-        try:
-            if contestant.compiles:
-                watch.sample()
-            watch.warm_up()
-        except Exception as e:
-            row.update(failure(e))
-            continue
-        timed.append((watch, row))
-    report(f"{case.key}: timing {', '.join(row['contestant'] for _, row in timed)}")
     try:
+        for contestant, row, function in right:
+            report(f"{case.key}: warming up {contestant.name}")
+            inputs = [contestant.prepare(x) for x in ring]
+            overwrites = None if case.single else contestant.overwrites
+            watch = timing.Stopwatch(function, inputs, overwrites, device)
+            try:
+                if contestant.compiles:
+                    watch.sample()
+                watch.warm_up()
+            except Exception as e:
+                row.update(failure(e))
+                continue
+            timed.append((watch, row))
+        report(f"{case.key}: timing {', '.join(row['contestant'] for _, row in timed)}")
         timing.interleave([watch for watch, _ in timed], budget)
     finally:  # an interrupt keeps the samples there are
         for watch, row in timed:

@@ -201,8 +201,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted; the table has what was measured")
         status = 130
+    drawn = results
+    if args.record:  # with the ops that were recorded before
+        drawn = [r for r in report.load(args.record) if r["device"] == args.device]
     try:
-        for path in plots.draw(results, folder, args.device) if folder else ():
+        for path in plots.draw(drawn, folder, args.device) if folder else ():
             print(f"bench: wrote {path}")
     except ImportError as error:
         complain(f"no plots: {error}")

@@ -1,6 +1,7 @@
 """Scaling plots with their floors, and the summary chart of the headline cases."""
 
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from bench.report import base_of, blocks, floor_seconds, significant, swept
@@ -50,20 +51,22 @@ def _scaling(plt: Any, rows: list[Row], result: dict[str, Any], op: str, path: P
     fig, grid = plt.subplots(
         len(kinds),
         len(axes_names),
-        figsize=(4.2 * len(axes_names), 3.3 * len(kinds)),
+        figsize=(3.8 * len(axes_names), 3.3 * len(kinds)),
         squeeze=False,
         layout="constrained",
     )
     colors = palette(rows)
-    for i, kind in enumerate(kinds):
-        for j, varied in enumerate(axes_names):
-            part = [r for r in rows if r["sweep"][0] == varied and kind in r]
+    for j, varied in enumerate(axes_names):
+        column = [r for r in rows if r["sweep"][0] == varied]
+        for i, kind in enumerate(kinds):
+            part = [r for r in column if kind in r]
+            if not part:  # a sweep of memory alone
+                grid[i][j].axis("off")
+                continue
             _lines(grid[i][j], part, kind, result["ceiling"], colors)
             grid[i][j].set_ylabel("milliseconds" if kind == "seconds" else "peak MiB above inputs")
-    for ax, varied in zip(grid[0], axes_names):
-        ax.set_title(swept(next(r for r in rows if r["sweep"][0] == varied)), fontsize=8)
-    for ax, varied in zip(grid[-1], axes_names):
-        ax.set_xlabel(varied[0])
+            grid[i][j].set_title(fill(swept(part[0]), 45), fontsize=8)
+        grid[-1][j].set_xlabel(varied[0])
     labels = {label: h for ax in fig.axes for h, label in zip(*ax.get_legend_handles_labels())}
     columns = 2 * len(axes_names)
     fig.legend(labels.values(), labels, loc="outside lower center", ncols=columns, frameon=False)

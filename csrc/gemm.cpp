@@ -12,6 +12,31 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+int64_t parts(int64_t n, int64_t most) { return (n + most - 1) / most; }
+
+// n in equal parts of at most `most`, but for the last, each a multiple of `unit`.
+int64_t part(int64_t n, int64_t most, int64_t unit) {
+  return parts(parts(n, parts(n, most)), unit) * unit;
+}
+
+// Few blocks, for every group of rows packs B again; but work for every thread, and equally much
+// where the tasks are few. How the sums are split over K is fixed, and with it the result.
+ppo::GemmPlan plan_for(const ppo::GemmArgs& g, int64_t threads) {
+  int64_t most = ppo::GEMM_N;
+  const int64_t blocks = parts(g.M, ppo::GEMM_M);
+  while (most > ppo::GEMM_TILE && blocks * parts(g.N, most) < threads) most /= 2;
+  ppo::GemmPlan p;
+  p.rows = part(g.M, ppo::GEMM_M, 16);
+  p.columns = part(g.N, most, ppo::GEMM_TILE);
+  const int64_t wide = parts(g.N, p.columns);
+  int64_t groups = 1;
+  while (groups < blocks && wide * groups < 4 * threads && wide * groups % threads) ++groups;
+  p.group_rows = parts(blocks, groups) * p.rows;
+  p.groups = parts(g.M, p.group_rows);
+  p.tasks = wide * p.groups;
+  return p;
+}
+
 void widening_product_(const Tensor& out, const Tensor& a, const Tensor& b, bool add) {
   STD_TORCH_CHECK(a.scalar_type() == ScalarType::BFloat16 && b.scalar_type() == a.scalar_type() &&
                       out.scalar_type() == ScalarType::Float,
@@ -29,10 +54,17 @@ void widening_product_(const Tensor& out, const Tensor& a, const Tensor& b, bool
   g.b_row = b.stride(0), g.b_col = b.stride(1);
   g.out_row = out.stride(0);
   g.add = add;
-  static const auto blocks = PPO_PICK(gemm_blocks);
-  const int64_t tasks = ((g.M + ppo::GEMM_M - 1) / ppo::GEMM_M) *
-                        ((g.N + ppo::GEMM_N - 1) / ppo::GEMM_N);
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { blocks(g, begin, end); });
+  if (g.M == 0 || g.N == 0 || (g.K == 0 && add)) return;
+  if (g.K == 0) {
+    Tensor all = out;
+    torch::stable::zero_(all);
+    return;
+  }
+  const ppo::GemmPlan plan = plan_for(g, torch::stable::get_num_threads());
+  static const auto tasks = PPO_PICK(gemm_tasks);
+  torch::stable::parallel_for(0, plan.tasks, 1, [&](int64_t begin, int64_t end) {
+    tasks(g, plan, begin, end);
+  });
 }
 
 bool has_bf16_products() {

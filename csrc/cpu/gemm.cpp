@@ -8,7 +8,7 @@ namespace {
 // each that it meets and keeps it, and the numbers of rows never stop changing.
 struct Scratch {
   alignas(64) uint16_t a[GEMM_M * GEMM_K];
-  alignas(64) uint32_t b[GEMM_K / 2 * GEMM_TILE];
+  alignas(64) uint32_t b[GEMM_PANEL / 2 * GEMM_N];
   alignas(64) float sums[GEMM_M * GEMM_N];
 };
 
@@ -79,13 +79,14 @@ void pack_b(const GemmArgs& g, int64_t k0, int64_t k, int64_t j0, int64_t n, uin
   }
 }
 
-void store(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, const float* sums) {
+void store(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, bool add,
+           const float* sums) {
   for (int64_t i = 0; i < m; ++i) {
     float* out = g.out + (i0 + i) * g.out_row + j0;
     for (int64_t t = 0; t < n; t += GEMM_TILE) {
       const float* tile = sums + t * GEMM_M + i * GEMM_TILE;
       const int64_t width = least(GEMM_TILE, n - t);
-      if (g.add) {
+      if (add) {
         for (int64_t j = 0; j < width; ++j) out[t + j] += tile[j];
       } else {
         for (int64_t j = 0; j < width; ++j) out[t + j] = tile[j];
@@ -94,29 +95,39 @@ void store(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, cons
   }
 }
 
-void block(const GemmArgs& g, int64_t i0, int64_t j0, Scratch& s) {
-  const int64_t m = least(GEMM_M, g.M - i0), n = least(GEMM_N, g.N - j0);
-  if (g.K == 0) __builtin_memset(s.sums, 0, sizeof s.sums);
-  for (int64_t k0 = 0; k0 < g.K; k0 += GEMM_K) {
-    const int64_t k = least(GEMM_K, g.K - k0);
-    pack_a(g, i0, m, k0, k, s.a);
+// Rows [i0, i0 + m) and columns [j0, j0 + n) of what rows [p0, p0 + panel) of B, packed, give.
+void block(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, int64_t p0,
+           int64_t panel, Scratch& s) {
+  for (int64_t k0 = 0; k0 < panel; k0 += GEMM_K) {
+    const int64_t k = least(GEMM_K, panel - k0);
+    pack_a(g, i0, m, p0 + k0, k, s.a);
     for (int64_t t = 0; t < n; t += GEMM_TILE) {
-      pack_b(g, k0, k, j0 + t, least(GEMM_TILE, n - t), s.b);
+      const uint32_t* b = s.b + t * (GEMM_PANEL / 2) + k0 / 2 * GEMM_TILE;
       at::native::cpublas::brgemm(padded(m, 16), GEMM_TILE, padded(k, 32), GEMM_K, GEMM_TILE,
                                   GEMM_TILE, k0 > 0, reinterpret_cast<const c10::BFloat16*>(s.a),
-                                  reinterpret_cast<const c10::BFloat16*>(s.b),
-                                  s.sums + t * GEMM_M, true);
+                                  reinterpret_cast<const c10::BFloat16*>(b), s.sums + t * GEMM_M,
+                                  true);
     }
   }
-  store(g, i0, m, j0, n, s.sums);
+  store(g, i0, m, j0, n, g.add || p0 > 0, s.sums);
 }
 
 }  // namespace
 
-void gemm_blocks(const GemmArgs& g, int64_t begin, int64_t end) {
-  static thread_local Scratch scratch;
-  const int64_t rows = (g.M + GEMM_M - 1) / GEMM_M;
-  for (int64_t i = begin; i < end; ++i) block(g, i % rows * GEMM_M, i / rows * GEMM_N, scratch);
+void gemm_tasks(const GemmArgs& g, const GemmPlan& plan, int64_t begin, int64_t end) {
+  static thread_local Scratch s;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t j0 = task / plan.groups * plan.columns, n = least(plan.columns, g.N - j0);
+    const int64_t first = task % plan.groups * plan.group_rows;
+    const int64_t last = least(first + plan.group_rows, g.M);
+    for (int64_t p0 = 0; p0 < g.K; p0 += GEMM_PANEL) {
+      const int64_t panel = least(GEMM_PANEL, g.K - p0);
+      for (int64_t t = 0; t < n; t += GEMM_TILE)
+        pack_b(g, p0, panel, j0 + t, least(GEMM_TILE, n - t), s.b + t * (GEMM_PANEL / 2));
+      for (int64_t i0 = first; i0 < last; i0 += plan.rows)
+        block(g, i0, least(plan.rows, last - i0), j0, n, p0, panel, s);
+    }
+  }
   at::native::cpublas::brgemm_release(true);
 }
 

@@ -32,9 +32,15 @@ struct GemmArgs {
   bool add;
 };
 
-// A task is a block of the output, in tiles; all of it is to stay in a core's L2 cache.
-constexpr int64_t GEMM_M = 256, GEMM_N = 512, GEMM_K = 512, GEMM_TILE = 64;
+// A task multiplies a block of columns of B, packed once, with `group_rows` rows of A, `rows` at a
+// time; the sums of rows x columns stay in a core's L2 cache.
+struct GemmPlan {
+  int64_t rows, columns, group_rows, groups, tasks;
+};
 
-PPO_DECLARE(void gemm_blocks(const GemmArgs&, int64_t begin, int64_t end))
+// The most rows and columns of such a block; how much of K is packed of B, and of A, at a time.
+constexpr int64_t GEMM_M = 256, GEMM_N = 512, GEMM_PANEL = 1024, GEMM_K = 512, GEMM_TILE = 64;
+
+PPO_DECLARE(void gemm_tasks(const GemmArgs&, const GemmPlan&, int64_t begin, int64_t end))
 
 }  // namespace ppo

@@ -1,9 +1,11 @@
-// The CPU side of widening_product_ (schema: ppo_kernels/ops/hidden.py), for bf16 and where the CPU
+// The CPU side of widening_product_ (schema: ppo_kernels/ops/_chunked.py), for bf16 and where the CPU
 // multiplies bf16. Elsewhere nothing is registered and the reference runs.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
 
 #include "cpu/gemm.h"
 
@@ -19,18 +21,18 @@ int64_t part(int64_t n, int64_t most, int64_t unit) {
   return parts(parts(n, parts(n, most)), unit) * unit;
 }
 
-// Few blocks, for every group of rows packs B again; but work for every thread, and equally much
-// where the tasks are few. How the sums are split over K is fixed, and with it the result.
+// Work for every thread. Where there are many rows, threads share them; where there are few, they
+// share the columns, for B is then costly to pack. How the sums are split over K is fixed, and with
+// it the result.
 ppo::GemmPlan plan_for(const ppo::GemmArgs& g, int64_t threads) {
-  int64_t most = ppo::GEMM_N;
   const int64_t blocks = parts(g.M, ppo::GEMM_M);
-  while (most > ppo::GEMM_TILE && blocks * parts(g.N, most) < threads) most /= 2;
+  const bool many = blocks >= 4 * threads;
+  const int64_t most = many ? ppo::GEMM_N : std::clamp(g.N / threads, ppo::GEMM_TILE, ppo::GEMM_N);
   ppo::GemmPlan p;
   p.rows = part(g.M, ppo::GEMM_M, 16);
   p.columns = part(g.N, most, ppo::GEMM_TILE);
   const int64_t wide = parts(g.N, p.columns);
-  int64_t groups = 1;
-  while (groups < blocks && wide * groups < 4 * threads && wide * groups % threads) ++groups;
+  const int64_t groups = many ? parts(4 * threads, wide) : wide < threads ? blocks : 1;
   p.group_rows = parts(blocks, groups) * p.rows;
   p.groups = parts(g.M, p.group_rows);
   p.tasks = wide * p.groups;

@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ppo_kernels.ops.hidden import gathered
 from ppo_kernels.reference import upcast
 
 # Families, by model_type, that tests/test_models.py compares with their own logits.
@@ -278,7 +279,7 @@ def _linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
     if not isinstance(module, nn.Linear):
         kind = f"{type(module).__module__}.{type(module).__name__}"
         raise ValueError(f"{what} is a {kind}, not an nn.Linear; {SUPPORTED}")
-    weight = _gathered(module.weight)
+    weight = gathered(module.weight)
     if weight.is_meta:
         raise ValueError(f"{what} is on the meta device: offloaded, or not loaded yet")
     if weight.dim() != 2 or weight.numel() == 0:
@@ -288,20 +289,7 @@ def _linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:
         )
     if not weight.is_floating_point():
         raise ValueError(f"{what} is quantised ({weight.dtype}); {SUPPORTED}")
-    return weight, None if module.bias is None else _gathered(module.bias)
-
-
-def _gathered(x: Tensor) -> Tensor:
-    """The full tensor of a DTensor (FSDP2 between forwards).
-
-    Its gradient is the average over the ranks, as FSDP averages: right for ranks that saw
-    different rows, and for ranks that did the same work.
-    """
-    if not hasattr(x, "full_tensor"):
-        return x
-    from torch.distributed.tensor import Partial
-
-    return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)
+    return weight, None if module.bias is None else gathered(module.bias)
 
 
 def _lora_linear(module: nn.Module, what: str) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ppo_kernels as pk
 from ppo_kernels import reference
-from ppo_kernels.ops import hidden as hidden_ops
+from ppo_kernels.ops import _chunked
 
 # Numbers of TRL's chunked log-probs, verl's FusedLinearForPPO and cut-cross-entropy; for bf16
 # inputs the fp64 values, because the peers round their logits.
@@ -216,8 +216,8 @@ def test_bf16_beats_eager_bf16() -> None:
 @pytest.mark.parametrize("spare", [0, 10**6])
 def test_16_bit_sums_in_place(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """dW's memory first holds fp32 sums; the columns without any are made again."""
-    monkeypatch.setitem(hidden_ops.SUM_BYTES, "cpu", spare)
-    monkeypatch.setitem(hidden_ops.BLOCK_BYTES, "cpu", 2048)
+    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", spare)
+    monkeypatch.setitem(_chunked.BLOCK_BYTES, "cpu", 2048)
     x = problem(40, 8, 33, torch.bfloat16)
     want = exact(x)
     loss = pk.lm_loss(**x, chunk_tokens=7)
@@ -226,16 +226,93 @@ def test_16_bit_sums_in_place(spare: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (17, 65, 33), (300, 515, 70), (2, 3, 600)])
+def test_chunks_without_a_gradient_add_nothing() -> None:
+    """A chunk of clipped rows has nothing for its GEMMs, be it the first, in between, or every."""
+    x = problem(30, 16, 37, torch.bfloat16)
+    x["labels"] = torch.randint(37, (30,))
+    want = exact(x)
+    old = by_logits(want)[0].detach().float()
+    advantages = torch.randn(30)
+    for dead in ((0, 10), (10, 20), (0, 30)):
+        clipped = old.clone()
+        clipped[slice(*dead)] -= 2 * advantages[slice(*dead)].sign()
+        tokens = (clipped, advantages, torch.ones(30, dtype=torch.bool))
+        arguments = (x["hidden"], x["weight"], x["labels"], *tokens)
+        got = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], chunk_tokens=10)
+        found = gradients(got.loss, x)
+        for a, e in zip(found, gradients(expected_loss(want, tokens, {}).loss, want)):
+            assert (a - e).norm() <= tol.BF16_GRADIENT["rtol"] * e.norm()
+        assert (found[0][slice(*dead)] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (17, 65, 33), (300, 515, 70), (2, 3, 600), (700, 130, 1100), (3, 4, 0)]
+)
 @pytest.mark.parametrize("add", [False, True])
 def test_widening_product(shape: tuple[int, int, int], add: bool) -> None:
     M, N, K = shape
     for a in (torch.randn(M, K), torch.randn(K, M).t()):
         for b in (torch.randn(K, N), torch.randn(N, K).t()):
-            a16, b16, out = a.bfloat16(), b.bfloat16(), torch.randn(M, 2 * N)[:, :N]
-            want = a16.double() @ b16.double() + (out.double() if add else 0)
-            torch.ops.ppo_kernels.widening_product_(out, a16, b16, add)
-            close([out], [want], tol.FP32_SUM)
+            a16, b16, start = a.bfloat16(), b.bfloat16(), torch.randn(M, 2 * N)[:, :N]
+            want = a16.double() @ b16.double() + (start.double() if add else 0)
+            found = [product_with(n, start, a16, b16, add) for n in (1, 3)]
+            close([found[0]], [want], tol.FP32_SUM)
+            assert found[0].equal(found[1])
+
+
+def product_with(threads: int, start: Tensor, a: Tensor, b: Tensor, add: bool) -> Tensor:
+    before, out = torch.get_num_threads(), torch.zeros(start.shape[0], 2 * start.shape[1])
+    out = out[:, : start.shape[1]].copy_(start)  # rows apart, as in a chunk of logits
+    torch.set_num_threads(threads)
+    try:
+        torch.ops.ppo_kernels.widening_product_(out, a, b, add)
+    finally:
+        torch.set_num_threads(before)
+    return out
+
+
+def test_bf16_logits() -> None:
+    """logits_dtype=torch.bfloat16: coarser by the rounding of each logit, and by no more."""
+    x = problem(40, 32, 300, torch.bfloat16)
+    x["weight"] = (x["weight"].detach() / 4).requires_grad_()  # |z| < 8
+    want = exact(x)
+    expected = by_logits(want)
+    assert (want["hidden"] @ want["weight"].T + want["bias"]).abs().max() < 8
+    exact_logp = pk.logprobs_from_hidden(**x)
+    got = pk.logprobs_from_hidden(
+        **x, logits_dtype=torch.bfloat16, return_entropy=True, chunk_tokens=7
+    )
+    assert (got[0] - expected[0]).abs().max() > 10 * (exact_logp - expected[0]).abs().max()
+    close(got, expected, tol.BF16_LOGITS)
+    loss = pk.lm_loss(**x, logits_dtype=torch.bfloat16)
+    expected_loss = -expected[0].sum() / (x["labels"] != -100).sum()
+    for found in (gradients(got[0].sum(), x), [g * -38 for g in gradients(loss, x)]):
+        wanted = gradients(expected_loss * -38, want, retain_graph=True)
+        for a, e in zip(found, wanted):
+            assert (a - e).norm() < tol.BF16_LOGITS_GRADIENT * e.norm()
+
+
+def test_fp16() -> None:
+    """fp16 products are summed in fp32, and gradients below fp16's range live to be scaled."""
+    x = problem(24, 16, 37, torch.float16)
+    tokens, options = loss_inputs(x)
+    want = exact(x)
+    out = pk.logprobs_from_hidden(**x, return_entropy=True, chunk_tokens=5)
+    assert out[0].dtype == torch.float32
+    close(out, by_logits(want))
+    arguments = (x["hidden"], x["weight"], x["labels"], *tokens)
+    got = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], chunk_tokens=5, **options)
+    expected = expected_loss(want, tokens, options)
+    close([got.loss], [expected.loss])
+    large = 2.0**20  # the tokens of a large batch, and a loss scale against them
+    found = gradients(got.loss, x)
+    assert [g.dtype for g in found] == [torch.float16] * 3
+    for a, e in zip(found, gradients(expected.loss, want)):
+        assert (a - e).norm() < tol.FP16_GRADIENT * e.norm()
+    options["normalizer"] = got.stats.n * large
+    far = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], **options)
+    for a, e in zip(gradients(far.loss * large, x), found):
+        assert (a - e).norm() < tol.FP16_GRADIENT * e.norm()
 
 
 def test_frozen_inputs_and_untrained_rows() -> None:
@@ -351,6 +428,20 @@ def test_compile_checkpoint_and_autocast() -> None:
     assert [g.dtype for g in gradients(got, x)] == [torch.float32] * 3
 
 
+def test_inductor() -> None:
+    x = problem(6, 8, 11)
+    tokens, options = loss_inputs(x)
+
+    def run(hidden: Tensor, weight: Tensor) -> Tensor:
+        h = hidden.sin()
+        return pk.ppo_loss_from_hidden(h, weight, x["labels"], *tokens, **options).loss
+
+    inputs = (x["hidden"], x["weight"])
+    got, want = torch.compile(run, fullgraph=True)(*inputs), run(*inputs)
+    close([got], [want])
+    close(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -369,8 +460,19 @@ def test_errors(change: dict, message: str) -> None:
         pk.logprobs_from_hidden(**(problem() | change))
 
 
+def test_unknown_keywords() -> None:
+    x = problem()
+    tokens, _ = loss_inputs(x)
+    with pytest.raises(TypeError, match="lm_loss got an unexpected keyword argument 'biass'"):
+        pk.lm_loss(x["hidden"], x["weight"], x["labels"], biass=x["bias"])
+    with pytest.raises(TypeError, match=r"ppo_loss_from_hidden got .* 'entropy'"):
+        pk.ppo_loss_from_hidden(
+            x["hidden"], x["weight"], x["labels"], *tokens, entropy=torch.zeros(23)
+        )
+
+
 def test_workspace_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_ops, "WORKSPACE_BYTES", 100)
+    monkeypatch.setattr(_chunked, "WORKSPACE_BYTES", 100)
     with pytest.raises(ValueError, match="one row of logits"):
         pk.lm_loss(**problem())
 

@@ -63,3 +63,9 @@ BF16_GRADIENT = {"rtol": 2**-7, "atol": 2e-2}
 SPLIT = {"rtol": 1e-6, "atol": 1e-7}
 # fp32 numbers that may be tiny, against fp64: their own digits, nothing absolute.
 RELATIVE = {"rtol": 1e-5, "atol": 0.0}
+# Logits of |z| < 8 rounded to bf16: half a unit, 2^-6, of the label's logit and as much of the
+# sum's logarithm. And their gradient: p is off by the same, relative to itself, at random.
+BF16_LOGITS = {"rtol": 0.0, "atol": 2**-5}
+BF16_LOGITS_GRADIENT = 2**-5
+# fp16 gradients of fp16 inputs, by norm: d(logits) stays fp32, so that only the result is rounded.
+FP16_GRADIENT = 2**-11

@@ -7,9 +7,9 @@ namespace {
 // Blocks are copied to fixed shapes and strides, padded with zeros: oneDNN compiles a kernel for
 // each that it meets and keeps it, and the numbers of rows never stop changing.
 struct Scratch {
-  alignas(64) uint16_t a[GEMM_M * GEMM_K];
-  alignas(64) uint32_t b[GEMM_PANEL / 2 * GEMM_N];
-  alignas(64) float sums[GEMM_M * GEMM_N];
+  alignas(64) uint16_t a[GEMM_PANEL / GEMM_K][GEMM_M * GEMM_K];
+  alignas(64) uint32_t b[GEMM_N / GEMM_TILE][GEMM_PANEL / 2 * GEMM_TILE];
+  alignas(64) float sums[GEMM_M * GEMM_TILE];
 };
 
 int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
@@ -79,18 +79,18 @@ void pack_b(const GemmArgs& g, int64_t k0, int64_t k, int64_t j0, int64_t n, uin
   }
 }
 
-void store(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, bool add,
-           const float* sums) {
-  for (int64_t i = 0; i < m; ++i) {
-    float* out = g.out + (i0 + i) * g.out_row + j0;
-    for (int64_t t = 0; t < n; t += GEMM_TILE) {
-      const float* tile = sums + t * GEMM_M + i * GEMM_TILE;
-      const int64_t width = least(GEMM_TILE, n - t);
-      if (add) {
-        for (int64_t j = 0; j < width; ++j) out[t + j] += tile[j];
-      } else {
-        for (int64_t j = 0; j < width; ++j) out[t + j] = tile[j];
-      }
+// Asks for a tile of the output, which is to arrive while its sums are made.
+void prefetch(const float* out, int64_t row, int64_t m, int64_t n) {
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; j += 16) __builtin_prefetch(out + i * row + j, 1, 2);
+}
+
+void store(float* out, int64_t row, int64_t m, int64_t n, bool add, const float* sums) {
+  for (int64_t i = 0; i < m; ++i, out += row, sums += GEMM_TILE) {
+    if (add) {
+      for (int64_t j = 0; j < n; ++j) out[j] += sums[j];
+    } else {
+      for (int64_t j = 0; j < n; ++j) out[j] = sums[j];
     }
   }
 }
@@ -98,18 +98,21 @@ void store(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, bool
 // Rows [i0, i0 + m) and columns [j0, j0 + n) of what rows [p0, p0 + panel) of B, packed, give.
 void block(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, int64_t p0,
            int64_t panel, Scratch& s) {
-  for (int64_t k0 = 0; k0 < panel; k0 += GEMM_K) {
-    const int64_t k = least(GEMM_K, panel - k0);
-    pack_a(g, i0, m, p0 + k0, k, s.a);
-    for (int64_t t = 0; t < n; t += GEMM_TILE) {
-      const uint32_t* b = s.b + t * (GEMM_PANEL / 2) + k0 / 2 * GEMM_TILE;
-      at::native::cpublas::brgemm(padded(m, 16), GEMM_TILE, padded(k, 32), GEMM_K, GEMM_TILE,
-                                  GEMM_TILE, k0 > 0, reinterpret_cast<const c10::BFloat16*>(s.a),
-                                  reinterpret_cast<const c10::BFloat16*>(b), s.sums + t * GEMM_M,
-                                  true);
+  for (int64_t k0 = 0; k0 < panel; k0 += GEMM_K)
+    pack_a(g, i0, m, p0 + k0, least(GEMM_K, panel - k0), s.a[k0 / GEMM_K]);
+  for (int64_t t = 0; t < n; t += GEMM_TILE) {
+    float* out = g.out + i0 * g.out_row + j0 + t;
+    const int64_t width = least(GEMM_TILE, n - t);
+    prefetch(out, g.out_row, m, width);
+    for (int64_t k0 = 0; k0 < panel; k0 += GEMM_K) {
+      const uint32_t* b = s.b[t / GEMM_TILE] + k0 / 2 * GEMM_TILE;
+      at::native::cpublas::brgemm(
+          padded(m, 16), GEMM_TILE, padded(least(GEMM_K, panel - k0), 32), GEMM_K, GEMM_TILE,
+          GEMM_TILE, k0 > 0, reinterpret_cast<const c10::BFloat16*>(s.a[k0 / GEMM_K]),
+          reinterpret_cast<const c10::BFloat16*>(b), s.sums, true);
     }
+    store(out, g.out_row, m, width, g.add || p0 > 0, s.sums);
   }
-  store(g, i0, m, j0, n, g.add || p0 > 0, s.sums);
 }
 
 }  // namespace
@@ -123,7 +126,7 @@ void gemm_tasks(const GemmArgs& g, const GemmPlan& plan, int64_t begin, int64_t 
     for (int64_t p0 = 0; p0 < g.K; p0 += GEMM_PANEL) {
       const int64_t panel = least(GEMM_PANEL, g.K - p0);
       for (int64_t t = 0; t < n; t += GEMM_TILE)
-        pack_b(g, p0, panel, j0 + t, least(GEMM_TILE, n - t), s.b + t * (GEMM_PANEL / 2));
+        pack_b(g, p0, panel, j0 + t, least(GEMM_TILE, n - t), s.b[t / GEMM_TILE]);
       for (int64_t i0 = first; i0 < last; i0 += plan.rows)
         block(g, i0, least(plan.rows, last - i0), j0, n, p0, panel, s);
     }

@@ -32,14 +32,15 @@ struct GemmArgs {
   bool add;
 };
 
-// A task multiplies a block of columns of B, packed once, with `group_rows` rows of A, `rows` at a
-// time; the sums of rows x columns stay in a core's L2 cache.
+// A task multiplies `group_rows` rows of A, `rows` at a time, with `columns` columns of B; it packs
+// these once.
 struct GemmPlan {
   int64_t rows, columns, group_rows, groups, tasks;
 };
 
-// The most rows and columns of such a block; how much of K is packed of B, and of A, at a time.
-constexpr int64_t GEMM_M = 256, GEMM_N = 512, GEMM_PANEL = 1024, GEMM_K = 512, GEMM_TILE = 64;
+// The most rows and columns; how much of K is packed at a time, and how much of that multiplied:
+// packed rows and a tile of columns stay in a core's L2 cache.
+constexpr int64_t GEMM_M = 256, GEMM_N = 1024, GEMM_PANEL = 1024, GEMM_K = 512, GEMM_TILE = 64;
 
 PPO_DECLARE(void gemm_tasks(const GemmArgs&, const GemmPlan&, int64_t begin, int64_t end))
 

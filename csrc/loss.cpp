@@ -138,9 +138,22 @@ struct Terms {
   std::vector<double> sequence_scale_;
 };
 
+// A contiguous tensor on the CPU. torch::stable::new_empty goes through the dispatcher, five times a
+// call: as long as the loss of a thousand tokens takes.
+Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.data(), strides.data(),
+      type == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(),
+      aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
 Tensor tensor_of(const std::vector<double>& x, torch::headeronly::IntHeaderOnlyArrayRef shape,
-                 const Tensor& like, ScalarType type) {
-  Tensor out = torch::stable::new_empty(like, shape, type);
+                 ScalarType type) {
+  Tensor out = empty(shape, type);
   for (size_t i = 0; i < x.size(); ++i) {
     if (type == ScalarType::Double) {
       static_cast<double*>(out.mutable_data_ptr())[i] = x[i];
@@ -156,8 +169,7 @@ struct Result {
 };
 
 // The blocks' sums, added in order.
-Result finish(const Terms& terms, const std::vector<LossSums>& blocks, const Tensor& like,
-              ScalarType type) {
+Result finish(const Terms& terms, const std::vector<LossSums>& blocks, ScalarType type) {
   LossSums t{};
   for (const LossSums& b : blocks) {
     t.policy += b.policy;
@@ -189,8 +201,7 @@ Result finish(const Terms& terms, const std::vector<LossSums>& blocks, const Ten
                                      t.ratio * share,
                                      t.ratio_max,
                                      terms.total_weight};
-  return {tensor_of({loss}, {}, like, type),
-          tensor_of(stats, {int64_t(stats.size())}, like, type)};
+  return {tensor_of({loss}, {}, type), tensor_of(stats, {int64_t(stats.size())}, type)};
 }
 
 // Calls body(begin, end, sums, scratch) for blocks of `size` of the n tokens, in parallel, each
@@ -209,8 +220,7 @@ std::vector<LossSums> for_blocks(int64_t n, int64_t size, int64_t bytes, const B
 
 // A gradient, or [0] where none is needed; and where it lies, or null.
 Tensor gradient(const Tensor& like, bool needed, ScalarType type) {
-  if (!needed) return torch::stable::new_empty(like, {0}, type);
-  return torch::stable::new_empty(like, like.sizes(), type);
+  return needed ? empty(like.sizes(), type) : empty({0}, type);
 }
 void* data(const Tensor& x) { return x.numel() ? x.mutable_data_ptr() : nullptr; }
 
@@ -234,7 +244,7 @@ void ppo_loss(StableIValue* values, uint64_t, uint64_t) {
       logprobs.numel(), LOSS_BLOCK, 0, [&](int64_t begin, int64_t end, LossSums& block, void*) {
         loss_block(real, terms.options, terms.in, terms.scale, grads, begin, end, block);
       });
-  const Result result = finish(terms, sums, logprobs, type);
+  const Result result = finish(terms, sums, type);
   stack.give({result.loss, result.stats, d_logp, d_values, d_entropy});
 }
 
@@ -297,7 +307,7 @@ void ppo_loss_from_logits(StableIValue* values, uint64_t, uint64_t) {
         loss_block(real, terms.options, terms.in, terms.scale, grads, begin, end, block);
         if (need_logits) backward(second, begin * pieces, end * pieces);
       });
-  const Result result = finish(terms, sums, logits, type);
+  const Result result = finish(terms, sums, type);
   if (in_place) return stack.give({result.loss, result.stats, d_values});
   stack.give({result.loss, result.stats, d_logits, d_values});
 }

@@ -59,7 +59,9 @@ class _WithGradients(torch.autograd.Function):
         for d, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[3:]):
             if need and not as_it_is:
                 d = d * grad if keep else d.mul_(grad)
-            found.append(d.to(dtype) if need else None)
+            if need and d.dtype != dtype:
+                d = d.to(dtype)
+            found.append(d if need else None)
         return None, None, None, *found, *(None for _ in found)
 
 

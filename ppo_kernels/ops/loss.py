@@ -212,6 +212,9 @@ def ppo_loss(
     clipfrac = clipfrac_high + clipfrac_low (share of tokens stopped at 1 + cliprange_high and
     1 - cliprange), clipfrac_value, ratio_mean; ratio_max; n, the tokens or the sum of weights.
 
+    Under torch.compile every number but the normalizer is a constant of the graph: a coefficient
+    or clip range that changes is compiled anew, up to torch's recompile_limit.
+
     No trained token gives loss 0 and gradient 0. ValueError or TypeError for a wrong shape,
     dtype, device or option, for a value term with part of its inputs, and for a coefficient
     without its tensor. Backward twice is right; twice differentiable it is not.

@@ -315,6 +315,26 @@ def test_fp16() -> None:
         assert (a - e).norm() < tol.FP16_GRADIENT * e.norm()
 
 
+def test_a_weight_of_more_than_2_31_numbers() -> None:
+    """Only its first and last rows are not 0, so that their columns give the answer."""
+    V, H, ends = 2**21 + 64, 1024, 100
+    # Zeros from the system that nobody writes: the memory of one page.
+    weight = torch.from_numpy(np.zeros((V, H), np.uint16)).view(torch.bfloat16)
+    for rows in (weight[:ends], weight[-ends:]):
+        rows.copy_(0.1 * torch.randn(ends, H))
+    hidden = torch.randn(2, H).bfloat16().requires_grad_()
+    loss = pk.lm_loss(hidden, weight, torch.tensor([V - 1, V - 50]))
+    (grad,) = torch.autograd.grad(loss, hidden)
+    h = hidden.detach().double().requires_grad_()
+    z = h @ torch.cat([weight[:ends], weight[-ends:]]).double().T
+    zeros = torch.tensor(V - 2.0 * ends, dtype=torch.float64).log()
+    total = torch.logaddexp(z.logsumexp(-1), zeros)
+    expected = (total - z[[0, 1], [-1, -50]]).mean()
+    close([loss], [expected])
+    (want,) = torch.autograd.grad(expected, h)
+    assert (grad - want).norm() < tol.BF16_GRADIENT["rtol"] * want.norm()
+
+
 def test_frozen_inputs_and_untrained_rows() -> None:
     x = problem()
     tokens, options = loss_inputs(x)

@@ -52,14 +52,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def known(what: str, given: str, names: tuple[str, ...]) -> tuple[list[str], bool]:
-    """The known names in a list, and whether all of them were; unknown ones are named."""
+    """The known names of a list, in its order, and whether all were; unknown ones are named."""
     if given in ("all", "none"):
         return list(names) if given == "all" else [], True
     asked = [n.strip() for n in given.split(",") if n.strip()]
     unknown = [n for n in asked if n not in names]
     if unknown:
         complain(f"unknown {what} {', '.join(unknown)}; there are {', '.join(names)}")
-    return [n for n in names if n in asked], not unknown
+    return [n for n in dict.fromkeys(asked) if n in names], not unknown
 
 
 def obstacle(args: argparse.Namespace) -> str:

@@ -138,8 +138,8 @@ def sweep_table(
     values = sorted({value for _, value in at})
     lines = [[group[0]["sweep"][0][0], *map(str, values)]]
     for name in dict.fromkeys(r["contestant"] for r in group):
-        found = [at.get((name, value), {"status": "not run"}) for value in values]
-        lines.append([name, *(show(r) if key in r else problem(r) for r in found)])
+        found = [at.get((name, value)) for value in values]  # not everyone takes part everywhere
+        lines.append([name, *(r and (show(r) if key in r else problem(r)) or "" for r in found)])
     if key == "seconds":
         least = [floor_seconds(at["ours", value], result["ceiling"]) for value in values]
         lines.append(["floor", *(seconds(x) if x else "" for x in least)])

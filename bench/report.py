@@ -136,10 +136,15 @@ def sweep_table(
     """Contestants down, values across; what did not run says why in its place."""
     at = {(r["contestant"], r["sweep"][1]): r for r in group}
     values = sorted({value for _, value in at})
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""  # left out here, as a loop over very many tokens is
+        return show(row) if key in row else problem(row)
+
     lines = [[group[0]["sweep"][0][0], *map(str, values)]]
     for name in dict.fromkeys(r["contestant"] for r in group):
-        found = [at.get((name, value)) for value in values]  # not everyone takes part everywhere
-        lines.append([name, *(r and (show(r) if key in r else problem(r)) or "" for r in found)])
+        lines.append([name, *(cell(at.get((name, value))) for value in values)])
     if key == "seconds":
         least = [floor_seconds(at["ours", value], result["ceiling"]) for value in values]
         lines.append(["floor", *(seconds(x) if x else "" for x in least)])

@@ -76,8 +76,12 @@ def reference_policy(
 
     That is ref_model, or another adapter of the model ("base": none), or else a frozen clone.
     """
-    if ref_model is model:
-        raise ValueError("ref_model is the model being trained; leave it None to clone that")
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    if ref_model is not None and any(id(p) in trained for p in ref_model.parameters()):
+        raise ValueError(
+            "ref_model has weights of the model being trained, and would follow it; leave it None "
+            "to clone the model, or give a copy"
+        )
     peft = peft_model(model)
     if adapter is not None and (peft is None or ref_model is not None):
         raise ValueError("reference names an adapter of a peft model, without a ref_model")

@@ -379,7 +379,7 @@ def test_13_a_clone_is_frozen_and_stays() -> None:
     assert_same_parameters(before, parameters(trainer.ref_model))
     assert not any(p.requires_grad for p in trainer.ref_model.parameters())
     model = tiny.policy()
-    with pytest.raises(ValueError, match="ref_model is the model being trained"):
+    with pytest.raises(ValueError, match="ref_model has weights of the model being trained"):
         tiny.trainer(model, model)
 
 
@@ -917,6 +917,66 @@ def test_rewards_per_token_are_in_the_mean_reward() -> None:
     assert stats["ppo/mean_scores"] == pytest.approx(want)
 
 
+def test_one_reward_for_the_one_token_of_a_response() -> None:
+    """[1] is a score, which is clipped, unless another row shows that rewards are per token."""
+    q, r = tiny.rows(2)[0], [ids(5), ids(6, 7)]
+    trainer = tiny.trainer(score_clip=0.5, init_kl_coef=0.0)
+    ro = trainer.rollout(q, r, [torch.tensor([3.0]), torch.tensor([3.0, 3.0])])
+    assert ro.rewards.sum(-1).tolist() == [3.0, 6.0]
+    ro = trainer.rollout(q, r, [torch.tensor([3.0]), torch.tensor(3.0)])
+    assert ro.rewards.sum(-1).tolist() == [0.5, 0.5]
+
+
+def test_gradients_that_others_left_are_not_stepped_on() -> None:
+    after = []
+    for leftover in (False, True):
+        model = tiny.policy()
+        trainer = tiny.trainer(model)
+        if leftover:
+            x = tiny.rows(1)[0][0][None]
+            model.lm(input_ids=x, labels=x).loss.backward()
+        trainer.step(*tiny.rows(4))
+        after.append(parameters(model))
+    assert_same_parameters(*after)
+
+
+def test_what_generate_cannot_do_is_refused() -> None:
+    trainer = tiny.trainer()
+    assert trainer.generate([]) == []
+    for name, value in (("num_return_sequences", 2), ("attention_mask", torch.ones(1, 1))):
+        with pytest.raises(ValueError, match=f"{name} cannot be given"):
+            trainer.generate(tiny.rows(1)[0], max_new_tokens=2, **{name: value})
+
+
+def test_a_pad_token_outside_the_vocabulary() -> None:
+    """Padding only fills; a tokenizer grown beyond the model's embedding has its pad out there."""
+
+    class Grown(tiny.Tokenizer):
+        pad_token_id = tiny.VOCAB
+
+    trainer = tiny.trainer(tokenizer=Grown())
+    assert 0 <= trainer.pad_token_id < tiny.VOCAB
+    assert trainer.step(*tiny.rows(4))["ppo/optimizer_steps"] > 0
+    with pytest.raises(ValueError, match=r"pad_token_id must be in \[0, 61\), got 61"):
+        PPOTrainer(trainer.config, tiny.policy(), pad_token_id=tiny.VOCAB)
+
+
+def test_models_that_cannot_be_trained_so_are_refused() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        tiny.trainer(tiny.policy().half())
+    model = tiny.policy()
+    with pytest.raises(ValueError, match="ref_model has weights of the model being trained"):
+        tiny.trainer(model, model.pretrained_model)
+
+
+def test_full_kl_over_two_vocabularies_is_refused() -> None:
+    config = tiny.gpt2().config
+    config.vocab_size = tiny.VOCAB + 3
+    other = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ValueError, match="one vocabulary, got 61 and 64"):
+        tiny.trainer(None, other, kl_penalty="full").rollout(*tiny.rows(4))
+
+
 def test_a_rollout_prints_in_a_line() -> None:
     rollout = tiny.trainer().rollout(*tiny.rows(4))
     assert repr(rollout).startswith("Rollout(4 responses, ") and len(repr(rollout)) < 100
@@ -992,10 +1052,14 @@ def test_seq2seq_rows_train_and_the_first_token_counts() -> None:
     expected = logits[:-1].log_softmax(-1).gather(-1, r[2][1:, None])[:, 0]
     close(ro.logprobs[2][ro.mask[2]], expected, **tol.REORDERED)
     before = parameters(model)
-    pairs = [(ids(3, 4, 5), ids(6, 7, 1))]
-    trainer.config.ptx_coef = 0.5
+    pairs = [(ids(3, 4, 5), ids(6, 7, 1)), (ids(8), ids(9, 10, 11, 12, 1))]
+    lm = [model.lm(input_ids=x[None], labels=y[None]).loss.item() * len(y) for x, y in pairs]
+    trainer.config.ptx_coef, trainer.config.ppo_epochs = 0.5, 1
     stats = trainer.update(ro, ptx_batch=pairs)
-    assert stats["ppo/policy/first_logprob_gap"] <= 1e-5 and stats["ppo/loss/ptx"] > 0
+    assert stats["ppo/policy/first_logprob_gap"] <= 1e-5
+    assert stats["ppo/loss/ptx"] == pytest.approx(sum(lm) / 8, rel=1e-5)  # of transformers itself
+    with pytest.raises(TypeError, match="pairs for seq2seq"):
+        trainer.update(ro, ptx_batch={"input_ids": q[0][None]})
     assert any((before[n] != p).any() for n, p in model.named_parameters())
 
 

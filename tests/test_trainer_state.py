@@ -210,3 +210,50 @@ def test_save_pretrained_loads_back(tmp_path: Path) -> None:
     model = type(trainer.model).from_pretrained(str(tmp_path))
     for (name, p), q in zip(trainer.model.named_parameters(), model.parameters()):
         assert torch.equal(p, q), name
+
+
+def test_35_state_dict_is_a_copy() -> None:
+    """An in-memory state goes back to where it was taken, whatever was trained since."""
+    trainer = make()
+    trainer.train(PROMPTS, reward, steps=1, max_new_tokens=4)
+    state = trainer.state_dict()
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    seed_everything(5)
+    first = trainer.train(PROMPTS, reward, steps=2, max_new_tokens=4)
+    trainer.load_state_dict(state)
+    assert all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
+    seed_everything(5)
+    again = trainer.train(PROMPTS, reward, steps=2, max_new_tokens=4)
+    assert plain(first) == plain(again)
+
+
+def test_35_an_interrupted_reward_leaves_a_point_to_go_on_from(tmp_path: Path) -> None:
+    def stop(prompts: list[str], responses: list[str]) -> list[float]:
+        if trainer.step_count == 2:
+            raise KeyboardInterrupt
+        return [float(len(r)) for r in responses]
+
+    def go_on(prompts: list[str], responses: list[str]) -> list[float]:
+        return [float(len(r)) for r in responses]
+
+    whole = make().train(PROMPTS, go_on, steps=4, max_new_tokens=4)
+    trainer = make()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(PROMPTS, stop, steps=4, max_new_tokens=4)
+    trainer.save_checkpoint(tmp_path / "ppo.pt")
+    other = make()
+    other.load_checkpoint(tmp_path / "ppo.pt")
+    rest = other.train(PROMPTS, go_on, steps=2, max_new_tokens=4)
+    assert plain(rest) == plain(whole[2:])
+
+
+def test_35_numpy_numbers_in_the_config_do_not_spoil_the_checkpoint(tmp_path: Path) -> None:
+    trainer = make(learning_rate=np.float64(3e-3), gamma=np.float32(1.0))
+    trainer.save_checkpoint(tmp_path / "ppo.pt")
+    make().load_checkpoint(tmp_path / "ppo.pt")
+
+
+def test_35_settings_that_the_saved_state_overrides_are_named(tmp_path: Path) -> None:
+    make().save_checkpoint(tmp_path / "ppo.pt")
+    with pytest.warns(UserWarning, match=r"learning_rate=0\.003, this trainer 0\.5"):
+        make(learning_rate=0.5).load_checkpoint(tmp_path / "ppo.pt")

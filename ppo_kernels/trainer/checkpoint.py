@@ -4,6 +4,7 @@ import math
 import os
 import pickle
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,14 @@ def check(state: dict[str, Any], own: dict[str, Any]) -> None:
         )
     if (state["lr_scheduler"] is None) != (own["lr_scheduler"] is None):
         raise ValueError("lr_scheduler must be given exactly if the saved run had one")
+    # These live on in the optimizer and the KL controller, not in the config.
+    for name in ("learning_rate", "value_learning_rate", "init_kl_coef", "adap_kl_ctrl"):
+        was, now = state["config"][name], own["config"][name]
+        if was != now:
+            warnings.warn(
+                f"the saved run had {name}={was}, this trainer {now}: the saved state goes on",
+                stacklevel=4,
+            )
 
 
 def frozen_sum(model: nn.Module, ref_model: nn.Module | None) -> float:

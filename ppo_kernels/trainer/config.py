@@ -106,7 +106,7 @@ class PPOConfig:
         if self.mini_batch_size is None:
             self.mini_batch_size = min(self.batch_size, 32)
         for field in dataclasses.fields(self):
-            _check(field.name, field.type, getattr(self, field.name))
+            setattr(self, field.name, _checked(field.name, field.type, getattr(self, field.name)))
         for small, large in (("micro", "mini_batch_size"), ("mini", "batch_size")):
             size, most = getattr(self, f"{small}_batch_size") or 1, getattr(self, large)
             if size > most:
@@ -135,10 +135,10 @@ class PPOConfig:
         return cls(**fields)
 
 
-def _check(name: str, kind: Any, value: Any) -> None:
-    """value is of the field's type, and in its range."""
+def _checked(name: str, kind: Any, value: Any) -> Any:
+    """value, which is of the field's type and in its range; a float of any kind as Python's."""
     if value is None and "None" in str(kind):
-        return
+        return value
     if kind is str:
         choice(name, value, CHOICES[name])
     elif kind is bool and not isinstance(value, bool):
@@ -148,4 +148,5 @@ def _check(name: str, kind: Any, value: Any) -> None:
             raise TypeError(f"{name} must be an integer, got {value!r}")
         number(name, value, *RANGES.get(name, (1,)))
     elif kind is not bool:
-        number(name, value, *RANGES.get(name, (0,)))
+        return number(name, value, *RANGES.get(name, (0,)))
+    return value

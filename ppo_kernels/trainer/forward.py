@@ -81,6 +81,9 @@ class Reader:
 def full_kl(policy: States, ref: States, temperature: float) -> Tensor:
     """[n]: `sum_v p_v (ln p_v - ln q_v)`; at most about 64 MB of logits at a time."""
     n, V = len(policy.x), policy.x.shape[-1] if policy.head is None else len(policy.head.weight)
+    other = ref.x.shape[-1] if ref.head is None else len(ref.head.weight)
+    if other != V:
+        raise ValueError(f"kl_penalty='full' needs one vocabulary, got {V} and {other} tokens")
     step = max(1, CHUNK_ELEMENTS // V)
     parts = [upcast(policy.x.new_zeros(0))]
     for rows in (slice(start, start + step) for start in range(0, n, step)):

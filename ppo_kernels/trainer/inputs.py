@@ -51,7 +51,9 @@ class InputChecker:
         if self.cfg.rollout_is_cap is not None and rollout_logprobs is None:
             raise ValueError("rollout_is_cap needs rollout_logprobs, got None")
         given = zip(queries, *([None] * B if x is None else x for x in columns.values()))
-        rows = [self._row(i, *row) for i, row in enumerate(given)]
+        # [1] is a number for the response, unless other rows show that it is one for its one token.
+        per_token = any(getattr(s, "ndim", 0) == 1 and len(s) != 1 for s in scores)
+        rows = [self._row(i, per_token, *row) for i, row in enumerate(given)]
         out = {name: [row[k] for row in rows] for k, name in enumerate(("queries", *columns))}
         out["finished"] = [bool(torch.isin(r, self.eos).any()) for r in out["responses"]]
         if truncated is None:
@@ -63,13 +65,21 @@ class InputChecker:
         return out
 
     def _row(
-        self, i: int, query: Any, response: Any, score: Any, mask: Any, truncated: Any, *more: Any
+        self,
+        i: int,
+        per_token: bool,
+        query: Any,
+        response: Any,
+        score: Any,
+        mask: Any,
+        truncated: Any,
+        *more: Any,
     ) -> tuple[Any, ...]:
         """A checked row: the same columns."""
         response = self.ids(f"responses[{i}]", response)
         n = len(response)
         query = self.query(f"queries[{i}]", query, f"responses[{i}]", n)
-        score, rewards = self._score(i, score, n)
+        score, rewards = self._score(i, per_token, score, n)
         mask = _per_token(f"response_masks[{i}]", mask, n, 1.0)
         rewards = rewards + _per_token(f"token_scores[{i}]", more[0], n, 0.0)
         sampler = _per_token(f"rollout_logprobs[{i}]", more[1], n, math.nan)
@@ -100,7 +110,7 @@ class InputChecker:
             raise ValueError(f"{name} must hold ids in [0, {V}), got {got}")
         return x
 
-    def _score(self, i: int, score: Any, n: int) -> tuple[float, Tensor]:
+    def _score(self, i: int, per_token: bool, score: Any, n: int) -> tuple[float, Tensor]:
         """(score of the whole response, rewards of its n tokens)."""
         try:
             x = torch.as_tensor(score, dtype=torch.float32).detach().cpu()
@@ -108,7 +118,7 @@ class InputChecker:
             raise TypeError(f"scores[{i}] must be a number, got {score!r}") from None
         if not torch.isfinite(x).all():
             raise ValueError(f"scores[{i}] must be finite, got {x.tolist()}")
-        if x.numel() == 1 and x.dim() <= 1:
+        if x.dim() == 0 or (tuple(x.shape) == (1,) and not (per_token and n == 1)):
             return float(x), torch.zeros(n)
         if tuple(x.shape) != (n,) or self.cfg.use_score_scaling:
             per_token = "" if self.cfg.use_score_scaling else f", or one for each of {n} tokens"
@@ -122,6 +132,10 @@ class InputChecker:
         if not self.cfg.ptx_coef:
             raise ValueError("ptx_batch needs ptx_coef > 0 in PPOConfig, got 0")
         if self.start is not None:
+            if hasattr(batch, "keys"):
+                raise TypeError(
+                    "ptx_batch must hold (source, target) pairs for seq2seq, got a dict"
+                )
             pairs = [[self.ids(f"ptx_batch[{i}]", x) for x in pair] for i, pair in enumerate(batch)]
             return [(x, y, torch.ones_like(y)) for x, y in pairs]
         padded = hasattr(batch, "keys")

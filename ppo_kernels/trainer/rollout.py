@@ -172,6 +172,8 @@ class Rollout:
     @classmethod
     def cat(cls, rollouts: Sequence["Rollout"]) -> "Rollout":
         """All rows of several rollouts, padded to the widest."""
+        if not len(rollouts):
+            raise ValueError("rollouts must hold at least one Rollout, got none")
         width = max(r.mask.shape[1] for r in rollouts)
         columns = zip(*(vars(r.widen(width)).values() for r in rollouts))
         return cls(*(torch.cat(c) if isinstance(c[0], Tensor) else [*chain(*c)] for c in columns))

@@ -1,6 +1,8 @@
 """PPOTrainer: generate -> rollout -> update, around any reward."""
 
+import copy
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +21,8 @@ from ppo_kernels.trainer.forward import Reader, States, full_kl
 from ppo_kernels.trainer.inputs import InputChecker
 from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, BatchOrder, Rollout, collate
 
+# Options of generate() that would make it return something else than a sample per query.
+REFUSED = ("attention_mask", "input_ids", "num_return_sequences", "return_dict_in_generate")
 # Values of generate()'s options that leave the policy's distribution as it is; the first is the
 # trainer's default, whatever the model's generation_config says.
 PLAIN_SAMPLING = {
@@ -100,9 +104,13 @@ class PPOTrainer:
         owners = (self.tokenizer, getattr(self.model, "generation_config", None))
         eos = [getattr(owner, "eos_token_id", None) for owner in owners]
         self.eos_ids = sorted({i for e in eos for i in ([e] if isinstance(e, int) else e or [])})
-        pads = (pad_token_id, getattr(self.tokenizer, "pad_token_id", None), *self.eos_ids, 0)
-        self.pad_token_id = next(p for p in pads if p is not None)
         config = getattr(self.model, "config", None)
+        V = getattr(config, "vocab_size", None) or math.inf
+        if pad_token_id is not None and not 0 <= pad_token_id < V:
+            raise ValueError(f"pad_token_id must be in [0, {V}), got {pad_token_id}")
+        # It only fills, so a tokenizer's own that the model has no row for is passed over.
+        pads = (pad_token_id, getattr(self.tokenizer, "pad_token_id", None), *self.eos_ids, 0)
+        self.pad_token_id = next(p for p in pads if p is not None and 0 <= p < V)
         seq2seq = getattr(config, "is_encoder_decoder", False)
         self.start_token_id = config.decoder_start_token_id if seq2seq else None
         self.inputs = InputChecker(self.config, config, self.eos_ids, self.start_token_id)
@@ -125,6 +133,11 @@ class PPOTrainer:
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("model has no parameter that requires a gradient")
+        if any(p.dtype == torch.float16 for p in trainable):
+            raise ValueError(
+                "model has float16 weights to train, which the optimizer's steps overflow: load it "
+                "with dtype=torch.float32, and set bf16=True for speed"
+            )
         if optimizer is None:
             policy = {"params": [p for p in trainable if p not in values], "lr": lr}
             value = {"params": [p for p in trainable if p in values]}
@@ -155,6 +168,8 @@ class PPOTrainer:
         and generation_config stay as they are. return_prompt puts the query in front.
         """
         self._check_sampling(gen_kwargs)
+        if not len(queries):
+            return []
         room = ("max_new_tokens", gen_kwargs.get("max_new_tokens") or 1)
         prompts = [self.inputs.query(f"queries[{i}]", q, *room) for i, q in enumerate(queries)]
         empty = torch.empty(0, dtype=torch.int64)
@@ -184,6 +199,8 @@ class PPOTrainer:
                 f"temperature={temperature} belongs in PPOConfig.temperature (now "
                 f"{self.config.temperature}), where old, new and reference log-probs see it"
             )
+        for name in gen_kwargs.keys() & set(REFUSED):
+            raise ValueError(f"{name} cannot be given: generate makes one sample per query, a list")
         for name in gen_kwargs.keys() & PLAIN_SAMPLING.keys():
             if gen_kwargs[name] not in PLAIN_SAMPLING[name]:
                 warnings.warn(
@@ -203,8 +220,9 @@ class PPOTrainer:
         queries, responses: lists of 1-D integer tensors; a response may be empty (it then counts
         nowhere). scores: one per response, each a number, a 0-D or [1] tensor, or one reward per
         response token. Options, lists with one entry per response: response_masks, 0 where a
-        token was not chosen by the policy; truncated, whether it was cut off (default: it has no
-        EOS); token_scores, rewards per token besides the score; rollout_logprobs, by the sampler.
+        token was not chosen by the policy (a reward on it counts nowhere); truncated, whether it
+        was cut off (default: it has no EOS); token_scores, rewards per token besides the score;
+        rollout_logprobs, by the sampler.
 
         Order: raw score -> running scale -> clip -> missing-EOS penalty -> on the last action ->
         + KL penalty -> optional whitening. Of the trainer, only the running moments move.
@@ -343,6 +361,7 @@ class PPOTrainer:
         began, cfg = time.perf_counter(), self.config
         ptx = self.ranks.together(self.inputs.ptx, ptx_batch)
         plan, done = self._minibatches(rollout, ptx), []
+        self.optimizer.zero_grad(set_to_none=True)  # whatever others left there
         models = [self.model] if cfg.disable_dropout else []
         with modes.without_dropout(*models, training=True):
             for rows, texts, totals in plan:
@@ -471,21 +490,33 @@ class PPOTrainer:
         order, history = self._order(len(prompts)), []
         batches = (rows for _ in iter(int, 1) for rows in order)  # epoch after epoch
         for _, rows in zip(range(steps), batches):
-            asked = queries = [prompts[i] for i in rows]
-            if texts:
-                queries = [torch.tensor(self.tokenizer(text)["input_ids"]) for text in asked]
-            said = responses = self.generate(queries, **gen_kwargs)
-            if texts:
-                decode = self.tokenizer.decode
-                said = [decode(r, skip_special_tokens=True) for r in responses]
+            random = self.generator.get_state()
             try:
-                scores = self.ranks.together(reward_fn, asked, said)
-            except Exception as e:
-                raise RuntimeError(f"reward_fn failed at step {self.step_count + 1}: {e}") from e
-            history.append(self.step(queries, responses, scores))
+                sampled = self._sample([prompts[i] for i in rows], texts, reward_fn, gen_kwargs)
+            except BaseException:  # as if the batch had not been drawn: a checkpoint now is sound
+                self.generator.set_state(random)
+                order.cursor -= 1
+                raise
+            history.append(self.step(*sampled))
             for callback in callbacks:
                 callback(self, history[-1])
         return history
+
+    def _sample(
+        self, asked: list[Any], texts: bool, reward_fn: Callable[..., Any], options: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor], Any]:
+        """(queries, responses, scores) of some prompts."""
+        queries = asked
+        if texts:
+            queries = [torch.tensor(self.tokenizer(text)["input_ids"]) for text in asked]
+        said = responses = self.generate(queries, **options)
+        if texts:
+            said = [self.tokenizer.decode(r, skip_special_tokens=True) for r in responses]
+        try:
+            scores = self.ranks.together(reward_fn, asked, said)
+        except Exception as e:
+            raise RuntimeError(f"reward_fn failed at step {self.step_count + 1}: {e}") from e
+        return queries, responses, scores
 
     def save_pretrained(self, path: str | Path) -> None:
         """The policy (or its adapter) and value head, as transformers and peft save; rank 0."""
@@ -493,7 +524,10 @@ class PPOTrainer:
             self.model.save_pretrained(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on bit for bit; config only for the record."""
+        """All that a run needs to go on bit for bit, copied; config only for the record."""
+        return copy.deepcopy(self._state())
+
+    def _state(self) -> dict[str, Any]:
         random = checkpoint.random_state(self.generator, self.device)
         return {
             "config": dataclasses.asdict(self.config),
@@ -510,7 +544,7 @@ class PPOTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where state_dict() was called; everything is checked before anything changes."""
-        checkpoint.check(state, self.state_dict())
+        checkpoint.check(state, self._state())
         for name in ("optimizer", "lr_scheduler", "kl_ctl", "running"):
             if state[name] is not None:
                 getattr(self, name).load_state_dict(state[name])
@@ -525,7 +559,7 @@ class PPOTrainer:
 
     def save_checkpoint(self, path: str | Path) -> None:
         """state_dict() in one file, which takes the place of `path` only when it is complete."""
-        state = self.state_dict()
+        state = self._state()
         if self.ranks.rank == 0:
             checkpoint.write(state, Path(path))
         self.ranks.sum(torch.zeros(1, device=self.device))  # no rank goes on before it is there

@@ -31,6 +31,7 @@ def cache_bytes(device: torch.device) -> int:
 
 def free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the allocator keeps for itself is free as well
         return torch.cuda.mem_get_info(device)[0]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable"):

@@ -171,7 +171,8 @@ def case(V: int, dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor, dict]:
 
 
 CASES = {
-    "seq-mean-token-mean": {"temperature": 0.7, "softcap": 9.0},
+    # Without the KL term, clipped tokens have the gradient of the entropy alone.
+    "seq-mean-token-mean": {"temperature": 0.7, "softcap": 9.0, "kl_coef": 0.0},
     "token-mean": {"policy_loss": "kl", "kl_penalty": "k3"},
     "seq-mean-token-sum": {"ent_coef": 0.0, "dual_clip": 1.2},
     "sum": {"policy_loss": "a2c", "kl_penalty": "abs"},
@@ -207,11 +208,25 @@ def test_masked_vocabulary_and_bad_labels() -> None:
     x[..., :16] = -INF
     got, want = from_logits(x, y, **options), expected(x, y, **options)
     test_loss.close(got, want, tol.FP32)
+    # Here nothing but the label makes the gradient NaN.
+    options |= {"policy_loss": "a2c", "ent_coef": 0.0, "kl_coef": 0.0, "ref_logprobs": None}
+    got = from_logits(x, y, **options)
     y[2, 3] = 60
     _, _, d_logits, _ = from_logits(x, y, **options)
     assert d_logits[2, 3].isnan().all()
     others = torch.arange(21) != 2 * 7 + 3
     test_loss.close([d_logits.view(21, 60)[others]], [got[2].view(21, 60)[others]], EXACT)
+
+
+def test_the_mask_alone_keeps_a_row_out() -> None:
+    """The op, whose labels need not be -100 where the mask is 0."""
+    x, y, options = case(60)
+    y[0, 1] = 0
+    want = from_logits(x, y, **options)
+    x = torch.where(options["mask"].unsqueeze(-1), x, NAN)
+    terms = loss_terms({**pk.ppo_loss.__kwdefaults__, **options}, x)
+    got = kernels.ppo_loss_from_logits(x, y, None, 1.0, 1.0, 0.0, -100, *terms, True, True)
+    test_loss.close(got, want, EXACT)
 
 
 def test_rows_with_strides_and_neighbours(monkeypatch) -> None:

@@ -219,7 +219,7 @@ def _scale(normalizer_ptr, denominator, weights_ptr, parts, REDUCTION: tl.conste
     if normalizer_ptr is not None:
         den = tl.load(normalizer_ptr).to(tl.float32)
     elif denominator is not None:
-        den = denominator + 0.0
+        den = denominator
     else:
         # Every program adds up the same few numbers in the same order.
         total = tl.zeros([256], tl.float64)

@@ -11,7 +11,7 @@ There are two ways through the logits, each over one buffer that is reused:
 What a loss holds beyond inputs and gradients on a CPU, in MB, where one row has V = 151936 logits
 and H = 896 inputs:
 
-    logits of a chunk of rows, fp32                WORKSPACE_BYTES            210
+    logits of a chunk of rows, fp32                WORKSPACE_BYTES            235
     a block of their columns, copied               BLOCK_BYTES                 17
     d(hidden) and hidden of the chunk              8 H bytes per row            3
     bf16: packed factors and sums of a product     3 MB per thread              6
@@ -32,7 +32,7 @@ from ppo_kernels import reference
 from ppo_kernels.ops._library import LIB, define
 
 # The logits that exist at a time, where chunk_tokens does not say.
-WORKSPACE_BYTES = 200 * 2**20
+WORKSPACE_BYTES = 224 * 2**20
 # Copies of some of their columns. A GPU wants few large launches.
 BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 # fp32 sums of a 16-bit dW beyond those that fit into dW itself, which are half of them. The rows of
@@ -343,18 +343,27 @@ def by_columns(
     budget = p.chunk_tokens * V * size
     step = max(1, min(n, max(p.chunk_tokens, math.isqrt(budget // size))))
     width = max(1, min(V - first, budget // (step * (size + p.grad_dtype.itemsize) + 8 * H)))
-    buffer = p.hidden.new_empty(step * width, dtype=p.logits_dtype)
+    # Memory for d(logits) in the dtype of the GEMMs, and for sums of dW, where those differ.
+    z_room = p.hidden.new_empty(step * width, dtype=p.logits_dtype)
+    dz_room = sums_room = None
+    if p.grad_dtype != p.logits_dtype:
+        dz_room = z_room.new_empty(step * width, dtype=p.grad_dtype)
+    if d_weight is not None and d_weight.dtype != p.sum_dtype:
+        sums_room = d_weight.new_empty((width, H), dtype=p.sum_dtype)
     d_x = None if d_hidden is None else p.hidden.new_zeros((n, H), dtype=p.sum_dtype)
     shard = torch.arange(2, device=p.weight.device) * V if shard is None else shard
     per_row = (grad_logp, grad_entropy, *softmax)
     for cols in _slices(V, width, first):
-        d_w = None if d_weight is None else d_weight[cols].to(p.sum_dtype).zero_()
+        d_w = None
+        if d_weight is not None:
+            d_w = d_weight[cols] if sums_room is None else sums_room[: cols.stop - cols.start]
+            d_w.zero_()
         d_b = None if d_bias is None else d_bias[cols].zero_()
         here = shard.clone()
         here[0] += cols.start
         for at, part in p.parts(rows, step):
             x = p.without_dead(p.hidden[part].to(p.gemm_dtype), live[part])
-            z = buffer[: x.shape[0] * (cols.stop - cols.start)].view(x.shape[0], -1)
+            z = z_room[: x.shape[0] * (cols.stop - cols.start)].view(x.shape[0], -1)
             _project(p, z, x, cols)
             g, h, *sums = (None if t is None else t[part] for t in per_row)
             torch.ops.ppo_kernels.logprobs_bwd_(
@@ -362,13 +371,13 @@ def by_columns(
             )
             if d_b is not None:
                 d_b += z.sum(0, dtype=d_b.dtype)
-            dz = z.to(p.grad_dtype)
+            dz = z if dz_room is None else dz_room[: z.numel()].view(z.shape).copy_(z)
             if d_x is not None:
                 _product(d_x[at], dz, p.weight[cols].to(p.grad_dtype), add=True)
             if d_w is not None:
                 _product(d_w, dz.t(), x.to(p.grad_dtype), add=True)
-        if d_w is not None and d_w.dtype != d_weight.dtype:
-            d_weight[cols] = d_w.to(d_weight.dtype)
+        if sums_room is not None:
+            d_weight[cols] = d_w
     if d_hidden is not None:
         d_hidden.zero_()
         d_hidden[slice(None) if rows is None else rows] = d_x

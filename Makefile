@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 
 .PHONY: demo test lint bench clean
 
@@ -10,9 +11,10 @@ BIN := $(VENV)/bin
 # leaves no stamp.
 $(VENV)/.installed: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@echo "installing into $(VENV); torch alone can be some gigabytes"
+	$(PIP) install --upgrade pip
+	$(PIP) install "$(TORCH)"
+	$(PIP) install --editable ".[dev]"
 	touch $@
 
 demo: $(VENV)/.installed
@@ -27,7 +29,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(PIP) install --editable ".[bench]"
 	$(BIN)/python -m bench
 
 clean:

@@ -1,23 +1,28 @@
 """`ppo-kernels demo | train | bench | info`."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ppo_kernels import __version__
 from ppo_kernels._errors import UserError
+
+# How to go on from what an interrupted command has saved.
+GO_ON = {"train": "--resume goes on from there", "demo": "the same command goes on from there"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0, or 1 for a UserError, or 2 for wrong flags."""
+    """Run one command: 0, 1 for a UserError, 2 for wrong flags, 130 when it was interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(argv)
     args, rest = parser.parse_known_args(argv)
     if rest and args.command != "bench":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(args.command, rest[0])}")
     try:
         return COMMANDS[args.command](args, rest)
     except UserError as error:
@@ -25,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error.__cause__)
         print(f"ppo-kernels {args.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt as stop:
+        saved = f": {stop}; {GO_ON[args.command]}" if str(stop) else ""
+        print(f"ppo-kernels {args.command}: interrupted{saved}", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader (head, less) has gone: nothing to say, and nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -33,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ppo-kernels", description="PPO for language models")
+    parser.add_argument("--version", action="version", version=f"ppo_kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="the worked example, or RLHF on real reviews")
@@ -46,22 +56,28 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="PPO on your model, prompts and reward function",
-        description='FILE.jsonl has a text, or an object with a text as "prompt", on each line. '
-        "FUNCTION takes one text (prompt and response together) or two (prompt, response) and "
-        "returns a number; MODULE is looked for in the current folder first.",
+        usage="ppo-kernels train --model MODEL --prompts FILE.jsonl --reward MODULE:FUNCTION "
+        "--steps N [..]",
+        description="FUNCTION returns a number for (text), prompt and response together, or for "
+        "(prompt, response); after these two it may name other fields of the prompt's line. "
+        "Ctrl-C saves the step that it interrupts. Behind each flag its default; 'none' switches "
+        "off what may be None.",
+        allow_abbrev=False,
     )
-    train.add_argument("--model", required=True, help="a folder or a name on the hub")
-    train.add_argument("--prompts", required=True, type=Path, metavar="FILE.jsonl")
-    train.add_argument("--reward", required=True, metavar="MODULE:FUNCTION")
-    train.add_argument("--config", type=Path, metavar="FILE.yaml", help="fields of PPOConfig")
-    train.add_argument("--out", type=Path, default=Path("runs/train"))
-    train.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
-    train.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N")
-    train.add_argument("--save-every", type=_positive, default=20, metavar="STEPS")
+    train.add_argument("--out", type=Path, default=Path("runs/train"), help="[runs/train]")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from OUT/checkpoint.pt with the settings in OUT/config.yaml, changed by the "
+        "other flags",
+    )
+    train.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="`field: value` lines, fields as below"
+    )
     if "train" in argv[:1]:
-        from ppo_kernels.train import add_config_flags
+        from ppo_kernels import train_settings
 
-        add_config_flags(train)
+        train_settings.add_flags(train)
 
     commands.add_parser(
         "bench", help="run the repository's benchmarks; takes their flags", add_help=False
@@ -70,11 +86,21 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
-    return value
+def _hint(command: str, flag: str) -> str:
+    if command != "train":
+        return ""
+    from ppo_kernels import train_settings
+
+    return train_settings.hint(flag)
+
+
+@contextlib.contextmanager
+def _needs(extra: str) -> Iterator[None]:
+    """Around imports of what only an extra installs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}; run `pip install 'ppo_kernels[{extra}]'`") from None
 
 
 def _demo(args: argparse.Namespace, rest: list[str]) -> int:
@@ -83,10 +109,8 @@ def _demo(args: argparse.Namespace, rest: list[str]) -> int:
 
         worked_example.main()
         return 0
-    try:
+    with _needs("demo"):
         from ppo_kernels.demo import sentiment, settings
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error}; the demo needs `pip install 'ppo_kernels[demo]'`") from None
     import torch
 
     # The matrices are so small that more threads only wait for each other.
@@ -98,13 +122,13 @@ def _demo(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _train(args: argparse.Namespace, rest: list[str]) -> int:
-    from dataclasses import fields
+    from ppo_kernels import train_settings
 
-    from ppo_kernels import train
-    from ppo_kernels.trainer import PPOConfig
-
-    given = vars(args)
-    train.run(args, {f.name: given[f.name] for f in fields(PPOConfig) if f.name in given})
+    with _needs("train"):
+        from ppo_kernels import train
+    given = {name: vars(args)[name] for name in train_settings.FIELDS}
+    flags = {name: value for name, value in given.items() if value is not None}
+    train.run(args.out, args.config, args.resume, flags)
     return 0
 
 

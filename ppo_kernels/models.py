@@ -16,12 +16,14 @@ Index convention of a causal model: position j of the outputs is the state after
 the logprob of token j + 1 and the value V(tokens <= j); the trainer's collate does that shift.
 """
 
+import importlib
 import inspect
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -574,9 +576,7 @@ class _WithValueHead(_Policy):
         elif kwargs:
             raise TypeError(f"an LM in memory takes no {', '.join(sorted(kwargs))}")
         if peft_config is not None:
-            import peft
-
-            lm = peft.get_peft_model(lm, peft_config)
+            lm = _extra("peft").get_peft_model(lm, peft_config)
         wrapper = cls(lm, **options)
         if name is not None:
             state = _saved_v_head(name, kwargs)
@@ -629,14 +629,20 @@ def _find_file(name: str, file: str, options: dict[str, Any]) -> str | None:
     )
 
 
-def _load(auto_class: str, name: str, kwargs: dict[str, Any]) -> nn.Module:
-    import transformers
+def _extra(name: str) -> ModuleType:
+    """A module that `pip install ppo_kernels` alone does not bring."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        hint = f"{error}; run `pip install 'ppo_kernels[train]'`"
+        raise ModuleNotFoundError(hint, name=error.name) from None
 
+
+def _load(auto_class: str, name: str, kwargs: dict[str, Any]) -> nn.Module:
+    transformers = _extra("transformers")
     if _find_file(name, "adapter_config.json", kwargs) is None:
         return getattr(transformers, auto_class).from_pretrained(name, **kwargs)
-    import peft
-
-    auto = getattr(peft, auto_class.replace("Auto", "AutoPeft", 1))
+    auto = getattr(_extra("peft"), auto_class.replace("Auto", "AutoPeft", 1))
     return auto.from_pretrained(name, is_trainable=True, **kwargs)
 
 

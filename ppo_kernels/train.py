@@ -2,33 +2,39 @@
 
     ppo-kernels train --model gpt2 --prompts prompts.jsonl --reward rewards:score --steps 200
 
-prompts.jsonl: a JSON string, or an object with a "prompt", on each line. rewards.py: a function
-of one text (prompt and response together) or of two (prompt, response) that returns a number.
+prompts.jsonl: a JSON text, or an object with a text as "prompt", on each line. rewards.py: a
+function that returns a number, score(text) of prompt and response together or score(prompt,
+response); after the two it may name other fields of the line, as in score(prompt, response,
+answer), or take all of them as **fields.
+
 --out gets config.yaml, metrics.jsonl, tensorboard events, checkpoint.pt and, at the end, model/.
+Ctrl-C saves the step that it interrupts; --resume goes on from there.
 """
 
-import argparse
 import dataclasses
 import importlib
 import inspect
 import json
 import math
 import os
+import signal
 import sys
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 import yaml
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from ppo_kernels import models, train_settings
 from ppo_kernels._errors import UserError
+from ppo_kernels.train_settings import RunSettings
 from ppo_kernels.trainer import PPOConfig, PPOTrainer
-
-RewardFunction = Callable[..., float]
+from ppo_kernels.trainer.inputs import InputChecker
 
 
 class MetricsLog:
@@ -39,8 +45,6 @@ class MetricsLog:
     """
 
     def __init__(self, out: Path, run: str, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         out.mkdir(parents=True, exist_ok=True)
         self.path, self.run = out / "metrics.jsonl", run
         lines = read_metrics(out)
@@ -74,8 +78,16 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------- user's input
 
 
-def read_prompts(path: Path) -> list[tuple[int, str]]:
-    """(line number, prompt) of every line that is not blank. UserError names the line."""
+class Prompt(NamedTuple):
+    """A line of the prompts file: its number, its text, and what else its object holds."""
+
+    line: int
+    text: str
+    fields: dict[str, Any]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Every line that is not blank. UserError names the line."""
     prompts = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -88,20 +100,21 @@ def read_prompts(path: Path) -> list[tuple[int, str]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"--prompts {path}, line {number}: not JSON: {error}") from None
-        prompt = row.get("prompt") if isinstance(row, dict) else row
-        if not isinstance(prompt, str) or not prompt:
+        fields = row if isinstance(row, dict) else {"prompt": row}
+        text = fields.pop("prompt", None)
+        if not isinstance(text, str) or not text:
             raise UserError(
                 f"--prompts {path}, line {number}: expected a text, or an object with a text as "
                 f'"prompt", got {line.strip()[:80]}'
             )
-        prompts.append((number, prompt))
+        prompts.append(Prompt(number, text, fields))
     if not prompts:
         raise UserError(f"--prompts {path}: no prompts in it")
     return prompts
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The function `module:function`, as a function of (prompt, response)."""
+def import_function(name: str) -> Callable[..., Any]:
+    """What `module:function` names."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise UserError(f"--reward must be module:function, got {name!r}")
@@ -117,195 +130,290 @@ def load_reward(name: str) -> RewardFunction:
         raise UserError(f"--reward {name}: module {module} has no {attribute!r}")
     if not callable(function):
         raise UserError(f"--reward {name}: {attribute!r} is no function but {function!r}")
-    try:
-        inspect.signature(function).bind("prompt", "response")
-    except TypeError:
-        return lambda prompt, response: function(prompt + response)
     return function
 
 
-class Reward:
-    """Scores of a batch by the user's function, one row at a time; an error names the row."""
+class RewardFunction:
+    """module:function of one text, or of (prompt, response) and fields of the prompt's line."""
 
-    def __init__(self, function: RewardFunction, tokenizer: Any, lines: dict[int, int]) -> None:
-        self.function, self.tokenizer, self.lines = function, tokenizer, lines
-
-    def __call__(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> list[float]:
-        return [self._score(i, *pair) for i, pair in enumerate(zip(queries, responses))]
-
-    def _score(self, row: int, query: Tensor, response: Tensor) -> float:
-        # Decoded together: some tokenizers drop the space at the start of a lone response.
-        ids = torch.cat([query, response.to(query.device)])
-        prompt = self.tokenizer.decode(query, skip_special_tokens=True)
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        where = f"row {row} of the batch (prompt on line {self.lines[id(query)]})"
+    def __init__(self, name: str) -> None:
+        self.name, self.function = name, import_function(name)
         try:
-            score = float(self.function(prompt, text[len(prompt) :]))
-        except Exception as error:
-            raise RewardError(f"the reward function raised on {where}: {error!r}") from error
-        if not math.isfinite(score):
-            raise RewardError(f"the reward function returned {score} on {where}")
-        return score
+            self.signature = inspect.signature(self.function)
+        except (TypeError, ValueError):
+            raise UserError(f"--reward {name}: its arguments are unknown") from None
+        kinds = [p.kind for p in self.signature.parameters.values()]
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        two = sum(kind in positional for kind in kinds) > 1
+        self.texts = 2 if two or inspect.Parameter.VAR_POSITIONAL in kinds else 1
+        self.takes_any_field = inspect.Parameter.VAR_KEYWORD in kinds
+        self.names = list(self.signature.parameters)[self.texts :]
+
+    def __call__(self, prompt: Prompt, response: str) -> Any:
+        call = self._bind(prompt, response)
+        return self.function(*call.args, **call.kwargs)
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """UserError that names the line whose fields do not fit the function's arguments."""
+        for prompt in prompts:
+            try:
+                self._bind(prompt, "")
+            except TypeError as error:
+                raise UserError(
+                    f"--reward {self.name}: {error} on line {prompt.line} of the prompts; it must "
+                    "take (text), or (prompt, response) and after these names of the line's fields"
+                ) from None
+
+    def _bind(self, prompt: Prompt, response: str) -> inspect.BoundArguments:
+        texts = (prompt.text, response) if self.texts == 2 else (prompt.text + response,)
+        fields = prompt.fields
+        if not self.takes_any_field:
+            fields = {name: fields[name] for name in self.names if name in fields}
+        return self.signature.bind(*texts, **fields)
 
 
 class RewardError(Exception):
     """Names the row on which the user's function failed."""
 
 
-# ------------------------------------------------------------------------------------- config
+class Reward:
+    """Scores of a batch by the user's function, one row at a time; an error names the row."""
 
+    def __init__(self, function: RewardFunction, tokenizer: Any, rows: dict[int, Prompt]) -> None:
+        self.function, self.tokenizer, self.rows = function, tokenizer, rows
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of PPOConfig; a flag that is not given leaves no trace."""
-    group = parser.add_argument_group("PPOConfig", "help(ppo_kernels.trainer.PPOConfig) explains")
-    for field in dataclasses.fields(PPOConfig):
-        flag = "--" + field.name.replace("_", "-")
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
-        if field.type is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["metavar"] = "VALUE"
-        group.add_argument(flag, help=f"default {field.default}", **options)
+    def __call__(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> list[float]:
+        return [self._score(i, *pair) for i, pair in enumerate(zip(queries, responses))]
 
-
-def convert(field: dataclasses.Field, value: Any) -> Any:
-    """A text as the type of the field; YAML 1.1 reads 1e-5 as a text, flags are all texts."""
-    if not isinstance(value, str):
-        return value
-    kinds = typing.get_args(field.type) or (field.type,)
-    if type(None) in kinds and value.lower() in ("none", "null"):
-        return None
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-    return value
-
-
-def read_config(path: Path | None, flags: dict[str, Any]) -> PPOConfig:
-    """PPOConfig from a YAML file, overridden by flags. UserError names the field."""
-    fields: dict[str, Any] = {}
-    if path is not None:
+    def _score(self, i: int, query: Tensor, response: Tensor) -> float:
+        prompt = self.rows[id(query)]
+        # Decoded together: some tokenizers drop the space at the start of a lone response.
+        ids = torch.cat([query, response.to(query.device)])
+        before, text = (self.tokenizer.decode(x, skip_special_tokens=True) for x in (query, ids))
+        where = f"row {i} of the batch (prompt on line {prompt.line})"
         try:
-            fields = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"--config {path}: {error}") from None
-        if not isinstance(fields, dict):
-            raise UserError(f"--config {path}: expected `field: value` lines, got {fields!r}")
-    known = {field.name: field for field in dataclasses.fields(PPOConfig)}
-    fields = {
-        name: convert(known[name], value) if name in known else value
-        for name, value in (fields | flags).items()
-    }
+            score = self.function(prompt, text[len(before) :])
+        except Exception as error:
+            raise RewardError(f"the reward function raised on {where}: {error!r}") from error
+        try:
+            finite = math.isfinite(number := float(score))
+        except (TypeError, ValueError):
+            finite = False
+        if not finite:
+            raise RewardError(f"the reward function returned {score!r}, no number, on {where}")
+        return number
+
+
+# ----------------------------------------------------------------------------------- settings
+
+
+def read_yaml(path: Path, name: str) -> dict[str, Any]:
+    """The fields in a YAML file that the user knows as `name`."""
     try:
-        config = PPOConfig.from_dict(fields)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"config: {error}") from None
-    if config.steps is None:
-        raise UserError("config: steps must be set (--steps N), got None")
-    return config
+        fields = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{name}: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{name}: expected `field: value` lines, got {fields!r}")
+    return fields
+
+
+def read_settings(
+    out: Path, file: Path | None, resume: bool, flags: dict[str, Any]
+) -> tuple[RunSettings, PPOConfig, list[str]]:
+    """Of the run in `out` if it is resumed, overridden by the file, by the flags; what changed."""
+    checkpoint = out / "checkpoint.pt"
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is not a folder")
+    if checkpoint.exists() and not resume:
+        raise UserError(f"--out {out} holds a checkpoint: add --resume, or choose another")
+    if resume and not checkpoint.exists():
+        raise UserError(f"--resume: nothing to resume, there is no {checkpoint}")
+    given = [("", flags)]
+    if file is not None:
+        given.insert(0, (f"--config {file}", read_yaml(file, f"--config {file}")))
+    if not resume:
+        return *train_settings.settings(*given), []
+    saved = (str(out / "config.yaml"), read_yaml(out / "config.yaml", f"--resume {out}"))
+    before, after = train_settings.settings(saved), train_settings.settings(saved, *given)
+    return *after, train_settings.changes(before, after)
+
+
+# ----------------------------------------------------------------------------- model and trainer
+
+
+def read_model(name: str) -> tuple[Any, Any]:
+    """The configuration and the tokenizer of a model, which are quick to load."""
+    is_path = Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not Path(name).is_dir():
+        raise UserError(f"--model {name}: there is no such folder")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"--model {name}: {error}") from None
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"--model {name}: there are no files of a tokenizer with it")
+    return config, tokenizer
+
+
+def tokenize(
+    tokenizer: Any, prompts: Sequence[Prompt], path: str, limits: InputChecker, max_new_tokens: int
+) -> list[Tensor]:
+    """The prompts' ids. UserError names the line of a prompt that is too long for the model."""
+    queries = []
+    for prompt in prompts:
+        ids = torch.tensor(tokenizer(prompt.text)["input_ids"], dtype=torch.int64)
+        try:
+            limits.query(f"line {prompt.line}", ids, "--max-new-tokens", max_new_tokens)
+        except ValueError as error:
+            raise UserError(f"--prompts {path}, {error}") from None
+        queries.append(ids)
+    return queries
+
+
+def make_trainer(name: str, config: PPOConfig, is_seq2seq: bool, tokenizer: Any) -> PPOTrainer:
+    """The language model with a value head, in fp32, in a trainer."""
+    kind = "Seq2SeqLM" if is_seq2seq else "CausalLM"
+    cls = getattr(models, f"AutoModelFor{kind}WithValueHead")
+    torch.manual_seed(config.seed)  # a value head that is not in the files starts at random
+    try:
+        model = cls.from_pretrained(name, dtype=torch.float32)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return PPOTrainer(config, model, tokenizer=tokenizer)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise UserError(f"--model {name}: {error}") from None
+
+
+def go_on(trainer: PPOTrainer, checkpoint: Path, changed: list[str]) -> None:
+    """Load the checkpoint, but keep the trainer's own settings, learning rates included."""
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    try:
+        trainer.load_checkpoint(checkpoint)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--resume {checkpoint}: {error}") from None
+    for group, rate in zip(trainer.optimizer.param_groups, rates):
+        group["lr"] = rate
+    done, steps = trainer.step_count, trainer.config.steps
+    if steps < done:
+        raise UserError(f"--steps {steps}: the run has already made {done} steps")
+    print(", ".join([f"resumed at step {done} of {steps}", *changed]), flush=True)
 
 
 # ----------------------------------------------------------------------------------- training
 
 
-def load_model(name: str) -> tuple[torch.nn.Module, Any]:
-    """The language model with a value head in fp32, and its tokenizer."""
-    import transformers
+class FirstInterrupt:
+    """Inside, the first Ctrl-C sets `asked` and no more; the second is a KeyboardInterrupt."""
 
-    from ppo_kernels import models
+    asked = False
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(name)
-        kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
-        cls = getattr(models, f"AutoModelFor{kind}WithValueHead")
-        model = cls.from_pretrained(name, dtype=torch.float32)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"--model {name}: {error}") from None
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    def __enter__(self) -> "FirstInterrupt":
+        self.before = signal.getsignal(signal.SIGINT)
+        if self.before is signal.default_int_handler:  # else it is ignored, or someone else's
+            signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def _ask(self, *_: Any) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, self.before)
+        # print would fail where the signal came in the middle of another print.
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGINT, self.before)
 
 
-def tokenize(
-    trainer: PPOTrainer, prompts: list[tuple[int, str]], path: Path, max_new_tokens: int
-) -> tuple[list[Tensor], dict[int, int]]:
-    """The prompts' ids, and the line each tensor (by its id()) came from."""
-    queries, lines = [], {}
-    for number, prompt in prompts:
-        ids = torch.tensor(trainer.tokenizer(prompt)["input_ids"], dtype=torch.int64)
+def run_steps(
+    trainer: PPOTrainer,
+    queries: list[Tensor],
+    reward: Callable[[list[Tensor], list[Tensor]], Any],
+    log: MetricsLog,
+    checkpoint: Path,
+    save_every: int,
+    report: Callable[[dict[str, float]], dict[str, Any]],
+    **sampling: Any,
+) -> None:
+    """Train up to config.steps; every save_every steps, and at the last, write the checkpoint.
+
+    report(stats) shows a step, and returns what the log gets. Ctrl-C writes the checkpoint once
+    the step is complete; the KeyboardInterrupt that follows says what the checkpoint holds.
+    """
+    saved = trainer.step_count
+
+    def after_step(trainer: PPOTrainer, stats: dict[str, float]) -> None:
+        nonlocal saved
+        step = trainer.step_count
+        log.add(step, report(stats))
+        if stop.asked or step % save_every == 0 or step == trainer.config.steps:
+            trainer.save_checkpoint(checkpoint)
+            saved = step
+        if stop.asked:
+            raise KeyboardInterrupt
+
+    with FirstInterrupt() as stop:
         try:
-            trainer.inputs.query(f"line {number}", ids, "--max-new-tokens", max_new_tokens)
-        except ValueError as error:
-            raise UserError(f"--prompts {path}, {error}") from None
-        queries.append(ids)
-        lines[id(ids)] = number
-    return queries, lines
-
-
-def run(args: argparse.Namespace, flags: dict[str, Any]) -> None:
-    """The command. Everything that can be wrong is read and checked before the model is loaded."""
-    config = read_config(args.config, flags)
-    prompts = read_prompts(args.prompts)
-    function = load_reward(args.reward)
-    checkpoint = args.out / "checkpoint.pt"
-    if checkpoint.exists() and not args.resume:
-        raise UserError(f"--out {args.out} holds a checkpoint: add --resume, or choose another")
-    if args.out.exists() and not args.out.is_dir():
-        raise UserError(f"--out {args.out} is not a folder")
-    if len(prompts) < config.batch_size:
-        raise UserError(
-            f"--prompts {args.prompts}: {len(prompts)} prompts, fewer than batch_size = "
-            f"{config.batch_size}"
-        )
-    torch.manual_seed(config.seed)  # a value head that is not in the files starts at random
-    model, tokenizer = load_model(args.model)
-    try:
-        trainer = PPOTrainer(config, model, tokenizer=tokenizer)
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from None
-    queries, lines = tokenize(trainer, prompts, args.prompts, args.max_new_tokens)
-    if checkpoint.exists():
-        try:
-            trainer.load_checkpoint(checkpoint)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--resume {checkpoint}: {error}") from None
-        print(f"resumed at step {trainer.step_count}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
-    reward = Reward(function, tokenizer, lines)
-    train(trainer, queries, reward, args.out, args.save_every, args.max_new_tokens)
+            trainer.train(queries, reward, callbacks=[after_step], **sampling)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{checkpoint} holds step {saved}" if saved else "") from None
+        finally:
+            log.close()
 
 
 def train(
-    trainer: PPOTrainer,
-    queries: list[Tensor],
-    reward: Reward,
-    out: Path,
-    save_every: int,
-    max_new_tokens: int,
+    trainer: PPOTrainer, queries: list[Tensor], reward: Reward, out: Path, run: RunSettings
 ) -> None:
-    """The loop, with its log and checkpoints; out/model at the end."""
-    steps, done = trainer.config.steps, trainer.step_count
-    log = MetricsLog(out, "train", done)
-    with tqdm(total=steps, initial=done, unit="step") as bar:
+    """The loop with a bar; out/model at the end. A reward that fails costs no finished step."""
+    total, done = trainer.config.steps, trainer.step_count
+    # In a file every update is a line of its own.
+    seconds = 0.1 if sys.stderr.isatty() else 10
+    with tqdm(total=total, initial=done, unit="step", mininterval=seconds) as bar:
 
-        def after_step(trainer: PPOTrainer, stats: dict[str, float]) -> None:
-            log.add(trainer.step_count, stats)
-            if trainer.step_count % save_every == 0 or trainer.step_count == steps:
-                trainer.save_checkpoint(out / "checkpoint.pt")
+        def report(stats: dict[str, float]) -> dict[str, float]:
             mean, kl = stats["env/reward_mean"], stats["objective/kl"]
             bar.set_postfix_str(f"reward {mean:+.3f}, KL {kl:.2f}", refresh=False)
             bar.update()
+            return stats
 
+        log, checkpoint = MetricsLog(out, "train", done), out / "checkpoint.pt"
+        options = {"max_new_tokens": run.max_new_tokens}
         try:
-            trainer.train(queries, reward, callbacks=[after_step], max_new_tokens=max_new_tokens)
+            run_steps(trainer, queries, reward, log, checkpoint, run.save_every, report, **options)
         except RuntimeError as error:
-            if isinstance(error.__cause__, RewardError):
-                raise UserError(str(error.__cause__)) from error.__cause__.__cause__
-            raise
-        finally:
-            log.close()
+            failure = error.__cause__
+            if not isinstance(failure, RewardError):
+                raise
+            saved, step = "", trainer.step_count
+            if step:  # the weights are still those of the last step
+                trainer.save_checkpoint(checkpoint)
+                saved = f"; {checkpoint} holds step {step}, --resume goes on with other prompts"
+            raise UserError(f"{failure}{saved}") from failure.__cause__
     trainer.save_pretrained(out / "model")
     trainer.tokenizer.save_pretrained(out / "model")
+
+
+def run(out: Path, file: Path | None, resume: bool, flags: dict[str, Any]) -> None:
+    """The command. Everything that can be wrong is read and checked before the model is loaded."""
+    settings, config, changed = read_settings(out, file, resume, flags)
+    prompts = read_prompts(Path(settings.prompts))
+    if len(prompts) < config.batch_size:
+        raise UserError(
+            f"--prompts {settings.prompts}: {len(prompts)} prompts, fewer than batch_size = "
+            f"{config.batch_size}"
+        )
+    function = RewardFunction(settings.reward)
+    function.check(prompts)
+    model_config, tokenizer = read_model(settings.model)
+    seq2seq = model_config.is_encoder_decoder
+    start = model_config.decoder_start_token_id if seq2seq else None
+    limits = InputChecker(config, model_config, [], start)
+    queries = tokenize(tokenizer, prompts, settings.prompts, limits, settings.max_new_tokens)
+    trainer = make_trainer(settings.model, config, seq2seq, tokenizer)
+    if resume:
+        go_on(trainer, out / "checkpoint.pt", changed)
+    out.mkdir(parents=True, exist_ok=True)
+    fields = dataclasses.asdict(settings) | dataclasses.asdict(config)
+    known = {name: value for name, value in fields.items() if name in train_settings.FIELDS}
+    (out / "config.yaml").write_text(yaml.safe_dump(known, sort_keys=False))
+    reward = Reward(function, tokenizer, dict(zip(map(id, queries), prompts)))
+    train(trainer, queries, reward, out, settings)

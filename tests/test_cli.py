@@ -3,6 +3,8 @@
 import argparse
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 
-from ppo_kernels import cli, train
+import ppo_kernels
+from ppo_kernels import cli, models, train, train_settings
 from ppo_kernels._errors import UserError
 from ppo_kernels.demo.data import Snippet, Split
 from ppo_kernels.demo.settings import QUICK
@@ -21,6 +25,10 @@ from ppo_kernels.demo.supervised import train_tokenizer
 from ppo_kernels.trainer import PPOConfig
 
 REWARDS = """
+import signal
+
+calls = 0
+
 def length(prompt, response):
     return -float(len(response))
 
@@ -34,6 +42,37 @@ def fails(prompt, response):
 
 def nan(prompt, response):
     return float("nan")
+
+def none(prompt, response):
+    return None
+
+def interrupts(prompt, response, times=1):
+    global calls
+    calls += 1
+    if calls == 10:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+    return length(prompt, response)
+
+def fails_later(prompt, response):
+    global calls
+    calls += 1
+    return length(prompt, response) / (calls != 6)
+
+def twice(prompt, response):
+    return interrupts(prompt, response, 2)
+
+def sees(prompt, response, answer, other="default"):
+    return (prompt, response, answer, other) == ("<|user|>  Aa", "bc", 3, "default")
+
+def sees_all(prompt, response, **fields):
+    return fields == {"answer": 3, "level": "hard"}
+
+def three(prompt, response, answer):
+    return 0.0
+
+def zero():
+    return 0.0
 
 number = 3
 """
@@ -100,39 +139,123 @@ def command(model_dir: Path, *more: str, reward: str = "my_rewards:length") -> l
 # -------------------------------------------------------------------------------------- train
 
 
-def test_train_two_and_two_steps_are_four(
-    model_dir: Path, here: Path, capsys: pytest.CaptureFixture
-) -> None:
-    assert cli.main(command(model_dir, "--steps", "4")) == 0
-    four = transformers.AutoModelForCausalLM.from_pretrained("out/model").state_dict()
-    start = transformers.AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
-    assert any(not torch.equal(four[k], start[k]) for k in start)
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
-    assert cli.main(command(model_dir, "--steps", "2", "--out", "two")) == 0
-    assert cli.main(command(model_dir, "--steps", "4", "--out", "two", "--resume")) == 0
-    assert "resumed at step 2" in capsys.readouterr().out
-    two = transformers.AutoModelForCausalLM.from_pretrained("two/model").state_dict()
+
+def metrics(out: str) -> list[dict]:
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(
+    model_dir: Path, here: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Ctrl-C comes while the third step's responses are scored; --resume needs no other flag."""
+    assert cli.main(command(model_dir, "--steps", "4")) == 0
+    four, start = weights("out/model"), weights(model_dir)
+    assert any(not torch.equal(four[name], start[name]) for name in start)
+
+    stopped = command(model_dir, "--steps", "4", "--out", "two", reward="my_rewards:interrupts")
+    assert cli.main(stopped) == 130
+    err = capfd.readouterr().err
+    assert "Ctrl-C again stops at once" in err and "Traceback" not in err
+    assert "interrupted: two/checkpoint.pt holds step 3; --resume goes on from there" in err
+    assert not Path("two/model").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    assert cli.main(["train", "--out", "two", "--resume"]) == 0
+    assert "resumed at step 3 of 4\n" in capfd.readouterr().out
+    two = weights("two/model")
     for name, want in four.items():
         assert torch.equal(two[name], want), name
-    lines = [json.loads(x) for x in Path("two/metrics.jsonl").read_text().splitlines()]
-    assert [x["step"] for x in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics("two")] == [1, 2, 3, 4]
     assert list(Path("two/tensorboard/train").glob("events.*"))
 
+
+def test_the_second_interrupt_does_not_wait(model_dir: Path, here: Path, capfd) -> None:
+    twice = command(model_dir, "--steps", "4", "--save-every", "1", reward="my_rewards:twice")
+    assert cli.main(twice) == 130
+    assert "out/checkpoint.pt holds step 2;" in capfd.readouterr().err
+    assert [line["step"] for line in metrics("out")] == [1, 2]
+
+
+def test_an_interrupt_before_the_first_step_saves_nothing(
+    model_dir: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(train, "make_trainer", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert cli.main(command(model_dir, "--steps", "1")) == 130
+    assert capsys.readouterr().err == "ppo-kernels train: interrupted\n"
+
+
+def test_a_reward_that_fails_costs_no_finished_step(model_dir: Path, here: Path, capsys) -> None:
+    assert cli.main(command(model_dir, "--steps", "3", reward="my_rewards:fails_later")) == 1
+    err = capsys.readouterr().err
+    assert "raised on row 1 of the batch" in err and "ZeroDivisionError(" in err
+    assert "; out/checkpoint.pt holds step 1, --resume goes on with other prompts" in err
+    assert cli.main(["train", "--out", "out", "--resume"]) == 0
+    assert [line["step"] for line in metrics("out")] == [1, 2, 3]
+
+
+def test_resume_applies_what_may_change_and_refuses_the_rest(
+    model_dir: Path, here: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert cli.main(command(model_dir, "--steps", "2", "--learning-rate", "1e-3")) == 0
+    before = Path("out/config.yaml").read_text()
+    for more, message in (
+        (["--batch-size", "2"], "--batch-size: batch_size cannot change .* is 4, got 2"),
+        (["--init-kl-coef", "0.1"], "init_kl_coef cannot change"),
+        (["--steps", "1"], "--steps 1: the run has already made 2 steps"),
+        (["--config", "absent.yaml"], "--config absent.yaml: .*No such file"),
+    ):
+        assert cli.main(["train", "--out", "out", "--resume", *more]) == 1
+        assert re.search(message, capsys.readouterr().err), more
+    assert cli.main(["train", "--out", "fresh", "--resume"]) == 1
+    assert "nothing to resume, there is no fresh/checkpoint.pt" in capsys.readouterr().err
     assert cli.main(command(model_dir, "--steps", "4")) == 1
     assert "holds a checkpoint: add --resume" in capsys.readouterr().err
+    assert Path("out/config.yaml").read_text() == before
+
+    more = ["--steps", "3", "--learning-rate", "1e-5", "--value-learning-rate", "1e-4"]
+    assert cli.main(["train", "--out", "out", "--resume", *more]) == 0
+    out = capsys.readouterr().out
+    assert "resumed at step 2 of 3, steps 2 -> 3, learning_rate 0.001 -> 1e-05" in out
+    assert [line["ppo/learning_rate"] for line in metrics("out")] == [1e-3, 1e-3, 1e-5]
+    saved = yaml.safe_load(Path("out/config.yaml").read_text())
+    assert (saved["steps"], saved["batch_size"], saved["max_new_tokens"]) == (3, 4, 5)
+    rates = [group["lr"] for group in torch.load("out/checkpoint.pt")["optimizer"]["param_groups"]]
+    assert rates == [1e-5, 1e-4]
 
 
-def test_a_reward_of_one_text_sees_prompt_and_response(here: Path) -> None:
-    score = train.load_reward("my_rewards:letters")
-    assert score("aa", "bb") == 2 / 5
-    assert train.load_reward("my_rewards:length")("aa", "bbb") == -3.0
+def test_rewards_get_the_prompt_as_it_is_in_the_file_and_fields_of_its_line(here: Path) -> None:
+    class Lossy:
+        """Keeps no case and no special token: what chat markers are to many tokenizers."""
+
+        def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+            assert skip_special_tokens
+            return "".join(chr(i).lower() for i in ids if i > 32)
+
+    def score(name: str) -> float:
+        function = train.RewardFunction(f"my_rewards:{name}")
+        function.check([prompt])
+        return train.Reward(function, Lossy(), {id(query): prompt})([query], [response])[0]
+
+    prompt = train.Prompt(1, "<|user|>  Aa", {"answer": 3, "level": "hard"})
+    query, response = torch.tensor([0, 65, 97]), torch.tensor([98, 99, 0])
+    assert score("length") == -2.0
+    assert score("sees") == 1.0
+    assert score("sees_all") == 1.0
+    assert score("letters") == 3 / (1 + len("<|user|>  Aabc"))
 
 
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
         ("my_rewards:fails", r"the reward function raised on row \d .*line 5.*no good"),
-        ("my_rewards:nan", r"the reward function returned nan on row 0"),
+        ("my_rewards:nan", r"the reward function returned nan, no number, on row 0"),
+        ("my_rewards:none", r"the reward function returned None, no number, on row 0"),
+        ("my_rewards:three", r"missing a required argument: 'answer' on line 1 of the prompts"),
+        ("my_rewards:zero", r"too many positional arguments on line 1"),
+        ("os:sep", r"'sep' is no function but '/'"),
         ("my_rewards:absent", r"module my_rewards has no 'absent'"),
         ("no_such_module:f", r"No module named 'no_such_module'"),
         ("my_rewards", r"--reward must be module:function, got 'my_rewards'"),
@@ -147,6 +270,7 @@ def test_reward_errors(
     err = capsys.readouterr().err
     assert re.search(message, err), err
     assert not Path("out/model").exists()
+    assert Path("out").exists() == ("row" in message), "what can be known is known before"
 
 
 @pytest.mark.parametrize(
@@ -175,13 +299,20 @@ def test_prompts_that_are_no_text_file(tmp_path: Path) -> None:
 def test_nothing_is_written_before_the_input_is_checked(
     model_dir: Path, here: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    shutil.copytree(model_dir, "notokens", ignore=shutil.ignore_patterns("token*", "special*"))
     for more, message in (
-        (["--steps", "1", "--clip-range", "1"], "clip-range"),
+        (["--steps", "1", "--clip-range", "1"], "clip-range 1; here it is cliprange"),
         (["--steps", "1", "--batch-size", "5"], "4 prompts, fewer than batch_size = 5"),
         (["--steps", "1", "--prompts", "absent.jsonl"], "absent.jsonl"),
-        (["--steps", "1", "--model", "./absent"], "--model ./absent"),
-        ([], "steps must be set"),
-        (["--steps", "x"], "steps must be an integer, got 'x'"),
+        (["--steps", "1", "--model", "./absent"], "--model ./absent: there is no such folder"),
+        (["--steps", "1", "--batchsize", "4"], "did you mean --batch-size?"),
+        (["--steps", "1", "--rollout-is-cap", "2"], "it is for PPOTrainer in Python"),
+        (["--steps", "1", "--model", "notokens"], "there are no files of a tokenizer with it"),
+        (["--steps", "1", "--model", "runs/a/b"], "--model runs/a/b: there is no such folder"),
+        ([], "--steps must be given, or steps in the file of --config"),
+        (["--steps", "x"], "--steps: steps must be an integer, got 'x'"),
+        (["--steps", "1", "--gamma", "2"], "--gamma: gamma must be"),
+        (["--steps", "1", "--kl-unit", "nats"], "choose from"),
         (["--steps", "1", "--max-new-tokens", "0"], "max-new-tokens"),
         (["--steps", "1", "--max-new-tokens", "60"], "line 1 and --max-new-tokens have"),
         (["--steps", "1", "--out", "prompts.jsonl"], "--out prompts.jsonl is not a folder"),
@@ -197,47 +328,84 @@ def test_nothing_is_written_before_the_input_is_checked(
 # ------------------------------------------------------------------------------------- config
 
 
+GIVEN = {"model": "m", "prompts": "p", "reward": "r", "steps": "7"}
+
+
 def test_every_field_is_a_flag() -> None:
     parser = argparse.ArgumentParser()
-    train.add_config_flags(parser)
-    assert vars(parser.parse_args([])) == {}
-    for field in fields(PPOConfig):
-        flag = "--" + field.name.replace("_", "-")
-        values = [] if field.type is bool else ["3"]
-        got = vars(parser.parse_args([flag, *values]))
-        assert got == {field.name: values[0] if values else True}
-    assert vars(parser.parse_args(["--no-shuffle"])) == {"shuffle": False}
+    train_settings.add_flags(parser)
+    names = {field.name for field in fields(PPOConfig)} - set(train_settings.PYTHON_ONLY)
+    names |= {"model", "prompts", "reward", "max_new_tokens", "save_every"}
+    assert vars(parser.parse_args([])) == dict.fromkeys(names)
+    for name in names:
+        choices = train_settings.CHOICES.get(name, ["3"])
+        values = [] if train_settings.FIELDS[name].type is bool else [choices[-1]]
+        got = vars(parser.parse_args([train_settings.flag(name), *values]))[name]
+        assert got == (values[0] if values else True)
+    assert parser.parse_args(["--no-shuffle"]).shuffle is False
 
 
-def test_flags_override_the_file_and_numbers_are_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("learning_rate: 1e-5\nbatch_size: 16\nsteps: 7\nmax_grad_norm: null\n")
-    config = train.read_config(path, {"batch_size": "64", "cliprange_value": "none"})
+def test_help_explains_and_needs_no_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("yaml", "transformers", "tqdm"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "ppo_kernels.train")
+    monkeypatch.delattr(ppo_kernels, "train")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("--ppo-epochs N passes over a batch [4]", "--kl-unit {sequence,token}"):
+        assert part in text
+    for part in ("--max-new-tokens N most tokens of a response [64]", "--out OUT [runs/train]"):
+        assert part in text
+
+    assert cli.main(["train", "--steps", "1"]) == 1
+    err = capsys.readouterr().err
+    assert "run `pip install 'ppo_kernels[train]'`" in err and err.count("\n") == 1
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ppo_kernels\[train\]'"):
+        models.AutoModelForCausalLMWithValueHead.from_pretrained("name")
+
+
+def test_flags_override_the_file_and_numbers_are_numbers() -> None:
+    file = yaml.safe_load("learning_rate: 1e-5\nbatch_size: 16\nmax_grad_norm: null\nseed: 3")
+    flags = {"batch_size": "64", "cliprange_value": "none", "max_new_tokens": "9"}
+    run, config = train_settings.settings(("c.yaml", GIVEN | file), ("", flags))
     assert (config.learning_rate, config.steps, config.max_grad_norm) == (1e-5, 7, None)
-    assert (config.batch_size, config.cliprange_value) == (64, None)
+    assert (config.batch_size, config.cliprange_value, config.seed) == (64, None, 3)
+    assert (run.model, run.max_new_tokens, run.save_every) == ("m", 9, 20)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("steps: 1\nnum_ppo_epochs: 3", r"no field 'num_ppo_epochs'; here it is ppo_epochs"),
-        ("steps: 1\ngamma: 2", r"gamma must be"),
-        ("steps: 1\nlearning_rate: fast", r"learning_rate must be a number"),
+        ("num_ppo_epochs: 3", r"no field 'num_ppo_epochs'; here it is ppo_epochs"),
+        ("batchsize: 3", r"no field 'batchsize'; did you mean batch_size\?"),
+        ("gamma: 2", r"gamma must be"),
+        ("model: 5", r"model must be a text, got 5"),
+        ("save_every: 0", r"save_every must be an integer >= 1, got 0"),
+        ("learning_rate: fast", r"learning_rate must be a number, got 'fast'"),
+        ("batch_size: 8\nmini_batch_size: 16", r"mini_batch_size must be <= batch_size = 8"),
         ("- 1", r"expected `field: value` lines"),
-        ("a: [", r"--config"),
+        ("a: [", r"while parsing"),
     ],
 )
-def test_config_errors_name_the_field(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        train.read_config(path, {})
+def test_config_errors_name_the_file_and_the_field(
+    here: Path, capsys: pytest.CaptureFixture, text: str, message: str
+) -> None:
+    Path("c.yaml").write_text(text)
+    flags = [f"--{name}={value}" for name, value in GIVEN.items() if name not in text]
+    assert cli.main(["train", "--config", "c.yaml", *flags]) == 1
+    assert re.search(rf"--config c.yaml: .*{message}", capsys.readouterr().err)
 
 
 # ------------------------------------------------------------------------------ other commands
 
 
 def test_worked_example_and_info(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"ppo_kernels {ppo_kernels.__version__}\n"
     assert cli.main(["demo", "worked-example"]) == 0
     assert "total reward 2.995112" in capsys.readouterr().out
     assert cli.main(["info"]) == 0

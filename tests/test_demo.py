@@ -1,5 +1,6 @@
 """The sentiment demo on invented reviews, stage by stage; the real one in quick, marked slow."""
 
+import io
 import json
 import random
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ppo_kernels._errors import UserError
-from ppo_kernels.demo import data, evaluate, report, sentiment, supervised, worked_example
+from ppo_kernels.demo import data, evaluate, report, sentiment, stages, supervised, worked_example
 from ppo_kernels.demo.settings import QUICK
 from ppo_kernels.demo.stages import Stages
 
@@ -151,6 +152,35 @@ def test_a_run_with_other_settings_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"another seed or other settings"):
         Stages(tmp_path, {"seed": 1}, sentiment.Console(quiet=True))
     assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 0}
+
+
+def test_output_that_is_no_terminal_gets_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(tick: stages.Tick) -> tuple[None, dict[str, Any]]:
+        for i in range(3):
+            tick(f"loss {i}")
+        return None, {"loss": 0.5}
+
+    lines = io.StringIO()
+    run = Stages(tmp_path, {}, sentiment.Console(file=lines, force_terminal=False))
+    run.run("quiet", 3, make)
+    monkeypatch.setattr(stages, "LINE_EVERY", 0.0)
+    run.run("sft", 3, make)
+    got = [" ".join(line.split()) for line in lines.getvalue().splitlines()]
+    assert got[0] == "quiet 0/3" and re.fullmatch(r"quiet \d+\.\d s loss 0.500", got[1])
+    assert got[2:6] == ["sft 0/3", "sft 1/3 loss 0", "sft 2/3 loss 1", "sft 3/3 loss 2"]
+
+
+def test_the_report_says_what_the_numbers_do() -> None:
+    sft = {"reward": 0.0, "judge": 0.1, "distinct_2": 0.5, "entropy": 3.0, "top_phrase_share": 0.02}
+    ppo = {"reward": 2.0, "judge": 0.1, "distinct_2": 0.6, "entropy": 2.5, "top_phrase_share": 0.01}
+    metrics = {"sft": sft, "ppo": ppo | {"kl": 4.0}, "no_kl": sft | {"kl": 0.25}}
+    text = report.hacking({"metrics": metrics, "texts": {"no_kl": ["a", "b", "c"]}}, TINY)
+    assert "the score rises from +0.00 to +2.00, the judge stays at +0.100" in text
+    assert "distinct-2 rises from 0.500 to 0.600, entropy falls from 3.00 to 2.50" in text
+    assert "most common four tokens falls from 2.0% to 1.0%; it is 4.0 nats per" in text
+    assert "the score stays at +0.00" in text
 
 
 def test_the_whole_demo_and_going_on_after_a_stop(

@@ -149,22 +149,20 @@ def table(metrics: dict[str, Metrics]) -> str:
 
 
 def hacking(evaluation: dict[str, Any], settings: Settings) -> str:
-    """What PPO did that nobody wanted, and what it does without the KL term."""
-    ppo, no_kl = evaluation["metrics"]["ppo"], evaluation["metrics"]["no_kl"]
+    """What the score cost, with the KL term and without; directions are read off the numbers."""
+    sft, ppo, no_kl = (evaluation["metrics"][name] for name in ("sft", "ppo", "no_kl"))
     examples = "\n".join(f"* {escape(t)}" for t in evaluation["texts"]["no_kl"][:3])
     return f"""## Reward hacking
 
 The reward is the reward model's score, less {settings.short_penalty} for each token that a \
-response is shorter than {settings.short_of}. Without that PPO learns to say one nice thing and \
-stop, which the reward model likes and the judge does not. What else PPO gave up for its score \
-shows in the table: distinct-2 and entropy fall, and the most common phrase is in \
-{ppo["top_phrase_share"]:.1%} of the responses.
+response is shorter than {settings.short_of}, so that one nice thing and a full stop is not the \
+best answer. A policy that exploits the reward model gains score without the judge, and says the \
+same thing again and again.
 
-The KL term is what holds it there. The same run without it, stopped after \
-{settings.no_kl_steps} of {settings.ppo_steps} steps, is {no_kl["kl"]:.0f} nats per response away \
-from the SFT model, with a score of {no_kl["reward"]:+.2f}, distinct-2 of \
-{no_kl["distinct_2"]:.3f} and the same four tokens in {no_kl["top_phrase_share"]:.0%} of the \
-responses:
+From the SFT model to PPO, {moves(sft, ppo)}; {kl(ppo)}.
+
+To PPO without the KL term, stopped after {settings.no_kl_steps} of {settings.ppo_steps} steps, \
+{moves(sft, no_kl)}; {kl(no_kl)}. Three of its responses:
 
 {examples}
 
@@ -172,6 +170,32 @@ responses:
 
 distinct-2 falls as a sample grows: the thin line is of 64 responses, the points are of \
 {settings.eval_prompts}."""
+
+
+MOVES = (
+    ("the score", "reward", "{:+.2f}"),
+    ("the judge", "judge", "{:+.3f}"),
+    ("distinct-2", "distinct_2", "{:.3f}"),
+    ("entropy", "entropy", "{:.2f}"),
+    ("the share of responses with the most common four tokens", "top_phrase_share", "{:.1%}"),
+)
+
+
+def moves(before: Metrics, after: Metrics) -> str:
+    """How each of MOVES went from one policy to another, in words."""
+    parts = []
+    for name, key, form in MOVES:
+        old, new = form.format(before[key]), form.format(after[key])
+        verb = "rises" if after[key] > before[key] else "falls"
+        parts.append(
+            f"{name} stays at {old}" if old == new else f"{name} {verb} from {old} to {new}"
+        )
+    return f"{', '.join(parts[:-1])}, and {parts[-1]}"
+
+
+def kl(policy: Metrics) -> str:
+    """Its distance from the SFT model, in words."""
+    return f"it is {policy['kl']:.1f} nats per response away from the SFT model"
 
 
 def samples(evaluation: dict[str, Any]) -> str:

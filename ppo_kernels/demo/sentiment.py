@@ -6,7 +6,7 @@ A language model learns to write review snippets, a reward model learns from pai
 which one people rated higher, and PPO makes the language model write what the reward model likes.
 Each stage leaves a folder in `out` when it is complete and a later run goes on from there; the two
 PPO stages (the second without the KL term, to show what that is for) also go on from their last
-checkpoint.
+checkpoint, which Ctrl-C writes too.
 """
 
 import copy
@@ -32,7 +32,7 @@ from ppo_kernels.demo.evaluate import compound, distinct, evaluate, reward_score
 from ppo_kernels.demo.settings import Settings
 from ppo_kernels.demo.stages import Stages, Tick
 from ppo_kernels.models import PolicyAndValue
-from ppo_kernels.train import MetricsLog
+from ppo_kernels.train import MetricsLog, run_steps
 from ppo_kernels.trainer import PPOTrainer
 
 CHECKPOINT_EVERY = 10
@@ -148,25 +148,22 @@ class Demo:
         reward = Reward(self.reward_model, self.tokenizer, self.settings)
         log = MetricsLog(self.out, name, trainer.step_count)
 
-        def after_step(trainer: PPOTrainer, stats: dict[str, float]) -> None:
+        def report(stats: dict[str, float]) -> dict[str, Any]:
             step, latest = trainer.step_count, reward.latest
             line = stats | {f"batch/{k}": v for k, v in latest.items()}
             if step % self.settings.eval_every == 0 and step < steps:
                 metrics, _ = self.evaluate(trainer, reward.judge)
                 line |= {f"held_out/{k}": v for k, v in metrics.items()}
-            log.add(step, line)
-            if step % CHECKPOINT_EVERY == 0:
-                trainer.save_checkpoint(checkpoint)
             tick(
                 f"reward {latest['reward_model']:+.2f}  judge {latest['judge']:+.2f}  "
                 f"KL {stats['objective/kl']:.1f}"
             )
+            return line
 
         for _ in range(trainer.step_count):
             tick("")
-        prompts = self.prompts(self.split.train)
-        trainer.train(prompts, reward, callbacks=[after_step], **self.sampling)
-        log.close()
+        prompts, every = self.prompts(self.split.train), CHECKPOINT_EVERY
+        run_steps(trainer, prompts, reward, log, checkpoint, every, report, **self.sampling)
         checkpoint.unlink(missing_ok=True)
         return trainer.model.policy, {"steps": steps, "kl_coefficient": kl_coef}
 

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ppo_kernels._errors import UserError
 
 Tick = Callable[[str], None]
+# Seconds between two lines of progress where no bar can be shown.
+LINE_EVERY = 15.0
 
 
 class Stages:
@@ -48,9 +50,12 @@ class Stages:
             self.note(name, json.loads((folder / "info.json").read_text()), "done before")
             return load(folder)
         began = time.perf_counter()
-        with self._bar() as bar:
-            task = bar.add_task(name, total=steps, text="")
-            result, info = make(lambda text: bar.update(task, advance=1, text=text))
+        if self.console.is_terminal:
+            with self._bar() as bar:
+                task = bar.add_task(name, total=steps, text="")
+                result, info = make(lambda text: bar.update(task, advance=1, text=text))
+        else:
+            result, info = make(self._lines(name, steps))
         info = info | {"seconds": time.perf_counter() - began}
         self._save(folder, result, info)
         self.note(name, info)
@@ -68,6 +73,20 @@ class Stages:
         ]
         when = when or f"{info['seconds']:.1f} s"
         self.console.print(f"{name:<11}{when:>12}  {', '.join(numbers)}", highlight=False)
+
+    def _lines(self, name: str, steps: int) -> Tick:
+        """A line at the start and every LINE_EVERY seconds: for a file, which shows no bar."""
+        self.console.print(f"{name:<11} 0/{steps}", highlight=False)
+        done, last = 0, time.perf_counter()
+
+        def tick(text: str) -> None:
+            nonlocal done, last
+            done, now = done + 1, time.perf_counter()
+            if now - last >= LINE_EVERY:
+                last = now
+                self.console.print(f"{name:<11} {done}/{steps}  {text}", highlight=False)
+
+        return tick
 
     def _save(self, folder: Path, result: Any, info: dict[str, Any]) -> None:
         """The folder appears at once and complete; a run killed before that repeats the stage."""
@@ -89,5 +108,4 @@ class Stages:
             TextColumn("{task.fields[text]}"),
             console=self.console,
             transient=True,
-            disable=not self.console.is_terminal,
         )

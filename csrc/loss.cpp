@@ -144,10 +144,11 @@ Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  const AOTITorchError error = aoti_torch_empty_strided(
       int64_t(shape.size()), shape.data(), strides.data(),
       type == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(),
-      aoti_torch_device_type_cpu(), 0, &made));
+      aoti_torch_device_type_cpu(), 0, &made);
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "ppo_loss: no memory for its results");
   return Tensor(made);
 }
 

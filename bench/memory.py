@@ -21,7 +21,7 @@ from bench.case import Case, Contestant
 from bench.machine import ROOT
 from bench.runner import Report, Row, failure
 
-TIMEOUT = 400
+TIMEOUT = 600
 
 
 def measure(tried: list[Case], rows: list[Row], device: torch.device, report: Report) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
@@ -190,7 +191,7 @@ def floor(row: Row, ceiling: dict[str, float]) -> str:
 
 def text(result: dict[str, Any]) -> str:
     """Fixed-width tables for a terminal."""
-    out = [describe(result), ""]
+    out = [fill(describe(result), 100), ""]
     for title, lines, least, notes in tables(result):
         out.append(f"{title}  ({least})" if least else title)
         widths = [max(map(len, column)) for column in zip(*lines)]
@@ -198,7 +199,7 @@ def text(result: dict[str, Any]) -> str:
             right = "".join(f"  {c:>{w}}" for c, w in zip(others, widths[1:]))
             out.append(f"  {first:<{widths[0]}}{right}".rstrip())
         out += [f"  {note}" for note in notes] + [""]
-    return "\n".join([*out, LEGEND])
+    return "\n".join([*out, fill(LEGEND, 100)])
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -151,11 +151,9 @@ def sweep(device: torch.device) -> list[Case]:
     H, dtype, N, V = (4096, "bf16", 4096, 131072) if big else (128, "fp32", 1024, 32768)
     points = [(n, V, ("N", n)) for n in (N // 4, N, 4 * N)]
     points += [(N, v, ("V", v)) for v in (V // 4, V, 4 * V)]
-    found = ("ours", "eager", "liger chunked loss")
-    swept = [case(n, H, v, dtype, device, only=found, sweep=at) for n, v, at in points]
-    options = {"only": ("ours", "eager"), "memory_only": True}
-    return swept + [
-        case(n, 1024 if big else 16, v, dtype, device, sweep=(f"N at V={v}", n), **options)
+    swept = partial(case, dtype=dtype, device=device, only=("ours", "eager"))
+    return [swept(n, H, v, sweep=at) for n, v, at in points] + [
+        swept(n, 1024 if big else 16, v, sweep=(f"N at V={v}", n), memory_only=True)
         for v in (32768, 131072, 262144)
         for n in (2048, 8192, 32768)
     ]

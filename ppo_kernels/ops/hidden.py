@@ -248,7 +248,7 @@ def logprobs_from_hidden(
     Cost: forward 2 N H V flops, backward 2 N H V for the logits once more and as much again for
     each of d(hidden) and d(weight) that is wanted; what is frozen costs nothing.
 
-    chunk_tokens: rows of logits [chunk_tokens, V] that exist at a time; None: about 200 MB of them.
+    chunk_tokens: rows of logits [chunk_tokens, V] that exist at a time; None: about 250 MB of them.
     logits_dtype: their dtype. None: fp32, in which GEMMs add up; torch.bfloat16 (of bf16 inputs
         only) is faster and rounds every logit to 8 bits, an error of up to 0.06 at 32.
     compact: leave rows with an ignored label, and backward those without a gradient, out of the

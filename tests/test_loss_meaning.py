@@ -257,6 +257,20 @@ def test_dual_clip_stops_only_negative_advantages(dtype: torch.dtype) -> None:
         close([logp.grad], [torch.where(moves, -A * bounded, 0)], tol.FP32)
 
 
+def test_whitening_far_from_zero_and_of_nothing() -> None:
+    """A mean of 30000 leaves fp32 advantages their deviation of 0.05; no tokens give A = 0."""
+    x = tokens(2, 40, dtype=torch.float32)
+    x["advantages"] = 3e4 + 0.05 * x["advantages"]
+    A = x["advantages"].double()
+    stats = torch.tensor([A.numel(), A.sum(), (A * A).sum()], dtype=FP64)
+    want = run({k: v.double() for k, v in x.items()}, whiten=stats)
+    close(run(x, whiten=stats), want, tol.FP32)
+    for dtype in (torch.float32, FP64):
+        y = {k: v.to(dtype) for k, v in x.items()}
+        _, stats, d_logprobs, *_ = run(y, whiten=torch.zeros(3, dtype=FP64), kl_coef=0.0)
+        assert stats[0] == 0 and (d_logprobs == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, FP64])
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "advantages", "values", "entropy"])
 def test_nan_at_a_trained_token_shows(name: str, dtype: torch.dtype) -> None:

@@ -134,22 +134,22 @@ def case_table(title: str, group: list[Row], result: dict[str, Any]) -> Table:
 def sweep_table(
     what: str, show: Callable[[Row], str], key: str, group: list[Row], result: dict[str, Any]
 ) -> Table:
-    """Contestants down, values across; what did not run says why in its place."""
+    """Contestants down, values across; the notes say why a number is not there."""
     at = {(r["contestant"], r["sweep"][1]): r for r in group}
     values = sorted({value for _, value in at})
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return ""  # left out here, as a loop over very many tokens is
-        return show(row) if key in row else problem(row)
-
     lines = [[group[0]["sweep"][0][0], *map(str, values)]]
-    for name in dict.fromkeys(r["contestant"] for r in group):
-        lines.append([name, *(cell(at.get((name, value))) for value in values)])
+    for name in dict.fromkeys(r["contestant"] for r in group if key in r):
+        found = [at.get((name, value), {}) for value in values]
+        lines.append([name, *(show(r) if key in r else "" for r in found)])
     if key == "seconds":
         least = [floor_seconds(at["ours", value], result["ceiling"]) for value in values]
         lines.append(["floor", *(seconds(x) if x else "" for x in least)])
-    return Table(f"{swept(group[0])}: {what}", lines)
+    missing: dict[tuple[str, str], list[str]] = {}
+    for r in group:
+        if key not in r:
+            missing.setdefault((r["contestant"], problem(r)), []).append(str(r["sweep"][1]))
+    notes = [f"{name} at {', '.join(where)} {why}" for (name, why), where in missing.items()]
+    return Table(f"{swept(group[0])}: {what}", lines, notes=notes)
 
 
 def swept(row: Row) -> str:

@@ -252,8 +252,8 @@ def readme(results: list[dict[str, Any]]) -> str:
 
 def _readme_line(title: str, rows: list[Row], ceiling: dict[str, float]) -> str:
     base = base_of(rows)
-    if base is None:
-        return f"| {title} | {rows[0]['status']} | | | | | |"
+    if base is None or "seconds" not in base:
+        return f"| {title} | {problem(rows[0])} | | | | | |"
 
     def other(row: Row) -> str:
         memory = extra_memory(row)

@@ -255,6 +255,15 @@ def test_sweeps_and_headline_cases_are_drawn_and_tabulated(tmp_path):
     assert memories.lines[2] == ["eager", "", "4.8 MiB", "4.8 MiB"]
 
 
+def test_a_headline_that_was_interrupted_has_a_line_in_the_readme():
+    rows = runner.new_rows(_case(Contestant("ours", None), headline=True))
+    result = {"rows": rows, "ceiling": {}, "machine": {"device": "a machine", "cores": 2}}
+    result |= {"versions": {"torch": "2"}, "date": "2026-11-30", "commit": "abc1234"}
+    assert report.readme([result]).endswith("| double: N=1000, fp32 | NOT RUN | | | | | |")
+    rows[0]["status"] = "ok"  # checked, and then no sample
+    assert "| not measured |" in report.readme([result])
+
+
 def test_peak_memory_is_measured_in_a_fresh_process():
     (case,) = [c for c in cases.build(["hidden"], CPU, "small") if "forward+" in c.name][:1]
     found = memory.in_fresh_process("hidden", "eager", [case.key])

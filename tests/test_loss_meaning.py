@@ -240,6 +240,19 @@ def test_small_kl_does_not_cancel() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP64])
+@pytest.mark.parametrize("kind", reference.KL_KINDS)
+def test_the_reference_policy_itself_is_no_reason_to_move(kind: str, dtype: torch.dtype) -> None:
+    """Every KL is 0 there and, but for k1, whose gradient is always 1, flat: also |d|."""
+    logp = torch.randn(2, 20, dtype=dtype, requires_grad=True)
+    old, zero = logp.detach(), torch.zeros(2, 20, dtype=dtype)
+    options = {"kl_coef": 1.0, "kl_penalty": kind, "reduction": "sum"}
+    out = pk.ppo_loss(logp, old, zero, ref_logprobs=old, **options)
+    out.loss.backward()
+    assert out.loss == 0 and out.stats.kl_ref == 0
+    assert (logp.grad == (1 if kind == "k1" else 0)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP64])
 def test_dual_clip_stops_only_negative_advantages(dtype: torch.dtype) -> None:
     """Above it their loss is -A dual_clip and flat, also where cliprange_high lies above it."""
     ratio = torch.tensor([[0.5, 1.1, 1.9, 2.5, 9.0]], dtype=dtype)

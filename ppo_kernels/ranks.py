@@ -1,7 +1,8 @@
-"""The processes that share one global batch. One process alone needs no torch.distributed."""
+"""The processes that share one global batch, and its order. One alone needs no distributed."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,3 +83,46 @@ class Ranks:
             flat = self.sum(torch.cat([g.reshape(-1) for g in grads]))
             for g, total in zip(grads, flat.split([g.numel() for g in grads])):
                 g.copy_(total.view_as(g))
+
+
+@dataclass
+class BatchOrder:
+    """Batches of row numbers: a permutation of n per epoch, and of each batch this rank's part.
+
+    Iterating goes on where it stopped, also in the middle of an epoch: the order depends only on
+    (seed, epoch), so `epoch` and `cursor` are the whole state. Rows left over wait for the next
+    permutation.
+    """
+
+    n: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+    rank: int
+    size: int
+    epoch: int = 0
+    cursor: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self):
+            raise ValueError(
+                f"the data has {self.n} rows, fewer than batch_size = {self.batch_size} on "
+                f"{self.size} rank(s)"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "cursor": self.cursor}
+
+    def __len__(self) -> int:
+        return self.n // (self.batch_size * self.size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The rest of this epoch."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(self.n, generator=generator).tolist()
+        order = order if self.shuffle else list(range(self.n))
+        while self.cursor < len(self):
+            start = (self.cursor * self.size + self.rank) * self.batch_size
+            self.cursor += 1
+            yield order[start : start + self.batch_size]
+        self.epoch, self.cursor = self.epoch + 1, 0

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_kernels.ranks import BatchOrder
 from ppo_kernels.trainer import Rollout, collate
-from ppo_kernels.trainer.rollout import BatchOrder
 
 
 def ids(*values: int) -> torch.Tensor:

@@ -826,6 +826,18 @@ def test_39_a_bad_row_is_named_and_nothing_has_happened(
     assert trainer.step_count == 0 and trainer.running.count == 0
 
 
+class Wrapper(nn.Module):
+    """As DistributedDataParallel: the forward of another model, and nothing else of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Any:
+        inputs.pop("position_ids")
+        return self.module(**inputs)
+
+
 def test_39_bad_set_ups_are_named() -> None:
     with pytest.raises(TypeError, match="config must be a PPOConfig, got dict"):
         PPOTrainer({}, tiny.policy())
@@ -833,6 +845,12 @@ def test_39_bad_set_ups_are_named() -> None:
         PPOTrainer(tiny.trainer().config, "gpt2")
     with pytest.raises(TypeError, match="model has no values: wrap the GPT2LMHeadModel"):
         tiny.trainer(tiny.gpt2())
+    wrapped = Wrapper(tiny.policy())
+    with pytest.raises(ValueError, match="Wrapper returns no logits: give the model inside it"):
+        tiny.trainer(wrapped).rollout(*tiny.rows(4))
+    lists = PPOTrainer(tiny.trainer().config, tiny.policy(), dataset=[ids(3)] * 4)
+    with pytest.raises(TypeError, match=r"dataset must have dicts as rows, .* got Tensor"):
+        next(iter(lists.dataloader))
     frozen = tiny.policy()
     frozen.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):

@@ -1,6 +1,6 @@
 """From ragged queries and responses to tensors: `collate`, the one place that shifts; `Rollout`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -184,46 +184,3 @@ class Rollout:
     @classmethod
     def load(cls, path: str | Path) -> "Rollout":
         return cls(**torch.load(path, weights_only=True))
-
-
-@dataclass
-class BatchOrder:
-    """Batches of row numbers: a permutation of n per epoch, and of each batch this rank's part.
-
-    Iterating goes on where it stopped, also in the middle of an epoch: the order depends only on
-    (seed, epoch), so `epoch` and `cursor` are the whole state. Rows left over wait for the next
-    permutation.
-    """
-
-    n: int
-    batch_size: int
-    seed: int
-    shuffle: bool
-    rank: int
-    size: int
-    epoch: int = 0
-    cursor: int = 0
-
-    def __post_init__(self) -> None:
-        if not len(self):
-            raise ValueError(
-                f"the data has {self.n} rows, fewer than batch_size = {self.batch_size} on "
-                f"{self.size} rank(s)"
-            )
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "cursor": self.cursor}
-
-    def __len__(self) -> int:
-        return self.n // (self.batch_size * self.size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """The rest of this epoch."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(self.n, generator=generator).tolist()
-        order = order if self.shuffle else list(range(self.n))
-        while self.cursor < len(self):
-            start = (self.cursor * self.size + self.rank) * self.batch_size
-            self.cursor += 1
-            yield order[start : start + self.batch_size]
-        self.epoch, self.cursor = self.epoch + 1, 0

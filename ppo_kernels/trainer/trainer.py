@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ppo_kernels import compute_rewards, gae, kl_penalty, masked_whiten, modes, ppo_loss
-from ppo_kernels.ranks import Ranks
+from ppo_kernels.ranks import BatchOrder, Ranks
 from ppo_kernels.trainer import checkpoint, stats
 from ppo_kernels.trainer.config import KL_KINDS, PPOConfig
 from ppo_kernels.trainer.control import AdaptiveKLController, FixedKLController, RunningMoments
 from ppo_kernels.trainer.forward import Reader, States, full_kl
 from ppo_kernels.trainer.inputs import InputChecker
-from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, BatchOrder, Rollout, collate
+from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, Rollout, collate
 
 # Options of generate() that would make it return something else than a sample per query.
 REFUSED = ("attention_mask", "input_ids", "num_return_sequences", "return_dict_in_generate")
@@ -142,7 +142,9 @@ class PPOTrainer:
             policy = {"params": [p for p in trainable if p not in values], "lr": lr}
             value = {"params": [p for p in trainable if p in values]}
             value["lr"] = lr if value_lr is None else value_lr
-            optimizer = torch.optim.Adam([g for g in (policy, value) if g["params"]], lr=lr)
+            groups = [group for group in (policy, value) if group["params"]]
+            fused = self.device.type in ("cpu", "cuda")  # one kernel, where it surely exists
+            optimizer = torch.optim.Adam(groups, lr=lr, fused=fused)
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._policy_parameters = [p for p in self.parameters if p not in values]
@@ -218,11 +220,11 @@ class PPOTrainer:
         """Score responses under policy and reference, and turn scores into advantages.
 
         queries, responses: lists of 1-D integer tensors; a response may be empty (it then counts
-        nowhere). scores: one per response, each a number, a 0-D or [1] tensor, or one reward per
-        response token. Options, lists with one entry per response: response_masks, 0 where a
-        token was not chosen by the policy (a reward on it counts nowhere); truncated, whether it
-        was cut off (default: it has no EOS); token_scores, rewards per token besides the score;
-        rollout_logprobs, by the sampler.
+        nowhere), and may begin with a seq2seq model's start token. scores: one per response, each
+        a number, a 0-D or [1] tensor, or one reward per response token. Options, lists with one
+        entry per response: response_masks, 0 where a token was not chosen by the policy (a reward
+        on it counts nowhere); truncated, whether it was cut off (default: it has no EOS);
+        token_scores, rewards per token besides the score; rollout_logprobs, by the sampler.
 
         Order: raw score -> running scale -> clip -> missing-EOS penalty -> on the last action ->
         + KL penalty -> optional whitening. Of the trainer, only the running moments move.
@@ -261,9 +263,11 @@ class PPOTrainer:
         rows = sorted(rows, key=lambda i: len(ro.queries[i]) + len(ro.responses[i]))
         return _split(rows, self.config.micro_batch_size or self.config.mini_batch_size)
 
-    def _ask(self, ro: Rollout) -> tuple[Batch, States, dict[str, Tensor]]:
+    def _ask(
+        self, queries: list[Tensor], responses: list[Tensor]
+    ) -> tuple[Batch, States, dict[str, Tensor]]:
         """What the policy now says about responses: logprobs, entropy, values [B, T]."""
-        batch = self._collate(ro.queries, ro.responses)
+        batch = self._collate(queries, responses)
         states = self._policy(batch, with_values=True)
         logprobs, entropy = states.logprobs(batch.labels, self.config.temperature)
         values = states.values.flatten()[batch.at]
@@ -273,7 +277,8 @@ class PPOTrainer:
     def _score(self, ro: Rollout, rows: list[int]) -> None:
         """Fill in what policy and reference say about some rows."""
         cfg, kind = self.config, KL_KINDS[self.config.kl_penalty]
-        batch, policy, said = self._ask(ro[rows])
+        texts = ([ro.queries[i] for i in rows], [ro.responses[i] for i in rows])
+        batch, policy, said = self._ask(*texts)
         ref = self._ref(batch)
         ref_logprobs, _ = ref.logprobs(batch.labels, cfg.temperature)
         said["ref_logprobs"] = batch.scatter(ref_logprobs.to(self.dtype))
@@ -436,9 +441,9 @@ class PPOTrainer:
     def _loss(self, old: Rollout, totals: list[float]) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's part of the minibatch's loss, and its statistics."""
         cfg = self.config
-        batch, _, new = self._ask(old)
+        batch, _, new = self._ask(old.queries, old.responses)
         old = old.widen(batch.mask.shape[1]).to(self.device)
-        names = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value", "vf_coef")
+        names = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value")
         out = ppo_loss(
             new["logprobs"],
             old.logprobs,
@@ -450,6 +455,7 @@ class PPOTrainer:
             entropy=new["entropy"] if cfg.ent_coef else new["entropy"].detach(),
             ref_logprobs=old.ref_logprobs,
             rollout_logprobs=old.rollout_logprobs if cfg.rollout_is_cap else None,
+            vf_coef=cfg.vf_coef,
             ent_coef=cfg.ent_coef,
             kl_coef=cfg.kl_loss_coef,
             is_cap=cfg.rollout_is_cap or 1.0,
@@ -575,4 +581,7 @@ def _split(rows: Sequence[Any], size: int) -> list[Any]:
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """TRL's usual data_collator: a list per column."""
+    if not hasattr(rows[0], "keys"):
+        kind = type(rows[0]).__name__
+        raise TypeError(f"dataset must have dicts as rows, or a data_collator; got {kind}")
     return {key: [row[key] for row in rows] for key in rows[0]}

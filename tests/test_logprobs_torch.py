@@ -61,14 +61,36 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
         torch.library.opcheck(getattr(OPS, name).default, args)
 
 
-def test_cpu_ops_refuse_what_they_would_misread() -> None:
-    x, y = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="labels"):
-        OPS.logprobs_fwd(x, y[:2], *PLAIN, False, False)
-    with pytest.raises(RuntimeError, match="contiguous"):
-        OPS.logprobs_fwd(torch.randn(8, 3).t(), y, *PLAIN, False, False)
-    with pytest.raises(RuntimeError, match="temperatures"):
-        OPS.logprobs_fwd(x, y, torch.ones(3).double(), *PLAIN[1:], False, False)
+def refused_calls() -> dict[str, Any]:
+    """What behind the public function would be read wrongly, by what the error names."""
+    x, y, one = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    shard = torch.tensor([0, 8])
+
+    def fwd(x: Any = x, y: Any = y, temperatures: Any = None) -> Any:
+        return lambda: OPS.logprobs_fwd(x, y, temperatures, *PLAIN[1:], False, False)
+
+    def bwd(g: Any = one, h: Any = None, entropy: Any = None, shard: Any = shard) -> Any:
+        return lambda: OPS.logprobs_bwd(x, g, h, y, *PLAIN, one, one, entropy, shard)
+
+    return {
+        "labels must have the shape": fwd(y=y[:2]),
+        "labels must be contiguous": fwd(y=torch.zeros(6, dtype=torch.int64)[::2]),
+        "labels must be int64 or int32": fwd(y=y.to(torch.int16)),
+        "logits must be": fwd(torch.randn(2, 2, 3, 8), torch.zeros(2, 2, 3, dtype=torch.int64)),
+        "last dimension of logits": fwd(torch.randn(8, 3).t()),
+        "temperatures must": fwd(temperatures=one.double()),
+        "grad_logprobs must": bwd(g=torch.ones(2)),
+        "grad_logprobs must be contiguous": bwd(g=torch.ones(1).expand(3)),
+        "grad_entropy needs": bwd(h=one),
+        "shard must": bwd(shard=torch.tensor([0])),
+        "shard must be int64": bwd(shard=shard.int()),
+    }
+
+
+@pytest.mark.parametrize("message", refused_calls())
+def test_cpu_ops_refuse_what_they_would_misread(message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        refused_calls()[message]()
 
 
 # ---------------------------------------------------------------------------- torch.compile

@@ -175,7 +175,6 @@ auto keep_piece(const LogprobsArgs& a, int64_t row, int64_t piece) {
 
 template <class Real>
 void merge(Sums<Real>& a, const Sums<Real>& b) {
-  if (b.s == 0) return;
   const Real m = a.m < b.m ? b.m : a.m, da = a.m - m, db = b.m - m;
   const Real fa = real_exp(da), fb = real_exp(db);
   a.w = (fa == 0 ? 0 : (a.w + a.s * da) * fa) + (fb == 0 ? 0 : (b.w + b.s * db) * fb);
@@ -187,7 +186,6 @@ void merge(Sums<Real>& a, const Sums<Real>& b) {
 template <class T, bool CAPPED, class Real>
 void finish(const LogprobsArgs& a, int64_t row, int64_t label, const Sums<Real>& sums) {
   const bool here = label >= 0 && label < a.V;
-  const Real m = sums.s == 0 ? -INF : sums.m;  // NaN, too, is not 0
   Real z = a.partials ? -INF : NOT_A_NUMBER;  // a label outside the vocabulary poisons its row
   if (here) {
     const T* x = row_of<const T>(a.x, a, row, a.stride_a, a.stride_b);
@@ -195,13 +193,13 @@ void finish(const LogprobsArgs& a, int64_t row, int64_t label, const Sums<Real>&
   }
   if (a.partials) {
     Real* out = (Real*)a.partials + row * a.partial_columns;
-    const Real values[] = {m, sums.s, sums.w, z, sums.q};
+    const Real values[] = {sums.m, sums.s, sums.w, z, sums.q};
     for (int k = 0; k < a.partial_columns; ++k) out[k] = values[k];
     return;
   }
   const Real log_s = real_log(sums.s);
-  ((Real*)a.logp)[row] = (z - m) - log_s;
-  ((Real*)a.row_max)[row] = m;
+  ((Real*)a.logp)[row] = (z - sums.m) - log_s;
+  ((Real*)a.row_max)[row] = sums.m;
   ((Real*)a.log_sum)[row] = log_s;
   if (a.entropy) ((Real*)a.entropy)[row] = here ? log_s - sums.w / sums.s : Real(NOT_A_NUMBER);
   if (a.sum_p2) ((Real*)a.sum_p2)[row] = sums.q / (sums.s * sums.s);

@@ -7,6 +7,8 @@ lie on grid.x, which counts to 2^31. Logits are upcast on load; all arithmetic i
 and scales are runtime arguments: a new one never recompiles.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -318,66 +320,25 @@ def _forward(
         )
 
 
-def logprobs_fwd(
-    logits: Tensor,
-    labels: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
-    ignore_index: int,
-    entropy: bool,
-    sum_p2: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernel; see the op of this name in ops/logprobs.py."""
+def logprobs_fwd(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Launch the forward kernel; arguments and results of the op in ops/logprobs.py."""
+    *transform, entropy, sum_p2 = args
     logp, row_max, log_sum = (
         torch.empty(labels.shape, dtype=torch.float32, device=logits.device) for _ in range(3)
     )
     ent = torch.empty_like(logp) if entropy else logp.new_empty(0)
     p2 = torch.empty_like(logp) if sum_p2 else logp.new_empty(0)
-    _forward(
-        logits,
-        labels,
-        temperatures,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        None,
-        (logp, ent, row_max, log_sum, p2, None),
-        entropy,
-        sum_p2,
-    )
+    outputs = (logp, ent, row_max, log_sum, p2, None)
+    _forward(logits, labels, *transform, None, outputs, entropy, sum_p2)
     return logp, ent, row_max, log_sum, p2
 
 
-def logprobs_partials(
-    logits: Tensor,
-    labels: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float,
-    ignore_index: int,
-    shard: Tensor | None,
-    sum_p2: bool,
-) -> Tensor:
+def logprobs_partials(logits: Tensor, labels: Tensor, *args: Any) -> Tensor:
     """Launch the forward kernel for one slice of the vocabulary: unfinished row statistics."""
+    *transform, shard, sum_p2 = args
     shape = (labels.numel(), 5 if sum_p2 else 4)
     out = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    _forward(
-        logits,
-        labels,
-        temperatures,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        shard,
-        (None, None, None, None, None, out),
-        True,
-        sum_p2,
-    )
+    _forward(logits, labels, *transform, shard, (*[None] * 5, out), True, sum_p2)
     return out
 
 

@@ -30,8 +30,11 @@ from types import ModuleType
 import torch
 
 PACKAGE = Path(__file__).resolve().parent
-# Turing to Blackwell, with PTX for what comes next: the build never asks which GPU is visible.
+# Turing to Blackwell, with PTX for what comes next. Which GPU is visible does not matter; where
+# none is, somebody waits for the CPU kernels: one architecture then, whose PTX a GPU that turns up
+# later compiles for itself.
 DEFAULT_ARCHS = "7.5 8.0 9.0 10.0 12.0+PTX"
+ARCHS_WITHOUT_GPU = "7.5+PTX"
 # The oldest libtorch that _C may be loaded into (torch's stable ABI).
 TORCH_TARGET = "0x020a000000000000"
 # A process that waits longer than this for another one's build makes its own.
@@ -125,7 +128,7 @@ def _key() -> str:
     for path in sorted(p for p in _sources().rglob("*") if p.is_file() and p.suffix != ".py"):
         digest.update(f"{path.relative_to(_sources())}\0".encode() + path.read_bytes())
     machine = [torch.__version__, torch.version.cuda, sys.version, platform.machine()]
-    machine += [os.environ.get("CXX"), _nvcc(), _arch_list(), _cpu_features()]
+    machine += [os.environ.get("CXX"), _nvcc(), _arch_list(prebuilt=False), _cpu_features()]
     digest.update(json.dumps([flags(prebuilt=False), machine]).encode())
     return digest.hexdigest()[:24]
 
@@ -188,7 +191,7 @@ def build(target: Path, prebuilt: bool) -> None:
 
     If nvcc fails, the CPU part is built alone and `build_info()` says why.
     """
-    cxx, (nvcc, archs, left_out) = _cxx(), _cuda()
+    cxx, (nvcc, archs, left_out) = _cxx(), _cuda(prebuilt)
     with tempfile.TemporaryDirectory(prefix="ppo_kernels_") as tmp:
         try:
             made = _ninja(Path(tmp) / "all", cxx, nvcc, archs, left_out, prebuilt)
@@ -312,11 +315,14 @@ def _nvcc_version(nvcc: str) -> str:
     return found.group(1) if found else "unknown"
 
 
-def _arch_list() -> str:
-    return os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
+def _arch_list(prebuilt: bool) -> str:
+    # device_count asks the driver's management library and starts no CUDA context.
+    every = prebuilt or torch.cuda.device_count() > 0
+    default = DEFAULT_ARCHS if every else ARCHS_WITHOUT_GPU
+    return os.environ.get("TORCH_CUDA_ARCH_LIST") or default
 
 
-def _cuda() -> tuple[str | None, list[str], str]:
+def _cuda(prebuilt: bool) -> tuple[str | None, list[str], str]:
     """(nvcc, architectures it will compile for, why there is no CUDA part)."""
     if torch.version.cuda is None:
         return None, [], f"torch {torch.__version__} is built without CUDA"
@@ -328,7 +334,7 @@ def _cuda() -> tuple[str | None, list[str], str]:
     if version == "unknown" or int(version.split(".")[0]) > int(torch.version.cuda.split(".")[0]):
         return None, [], f"nvcc {version} is newer than torch's CUDA {torch.version.cuda}"
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout
-    wanted = re.split(r"[;,\s]+", _arch_list().strip())
+    wanted = re.split(r"[;,\s]+", _arch_list(prebuilt).strip())
     try:
         archs = [a for a in wanted if f"sm_{_digits(a)}".rstrip("af") in known.split()]
     except NativeError as error:

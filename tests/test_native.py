@@ -135,13 +135,22 @@ def test_arch_list(monkeypatch: pytest.MonkeyPatch) -> None:
         "-gencode=arch=compute_120,code=sm_120",
         "-gencode=arch=compute_120,code=compute_120",
     ]
+    # Somebody without a GPU waits for one architecture, not for five.
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    for gpus, prebuilt, archs in [
+        (0, False, _native.ARCHS_WITHOUT_GPU),
+        (1, False, _native.DEFAULT_ARCHS),
+        (0, True, _native.DEFAULT_ARCHS),
+    ]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda n=gpus: n)
+        assert _native._arch_list(prebuilt) == archs
     # Whoever names an architecture that we do not know still gets the CPU part.
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
     monkeypatch.setattr(torch.version, "cuda", "99.0")
     monkeypatch.setattr(_native, "_nvcc", lambda: "nvcc")
     monkeypatch.setattr(_native, "_nvcc_version", lambda nvcc: "13.0")
     monkeypatch.setattr(_native.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout="sm_90"))
-    nvcc, archs, left_out = _native._cuda()
+    nvcc, archs, left_out = _native._cuda(prebuilt=False)
     assert nvcc is None and archs == [] and "Hopper" in left_out
 
 

@@ -68,9 +68,9 @@ struct Terms {
   LossInputs in;
   LossScale scale;
   double total_weight = 0;
+  Tensor old;  // of the shape of all that is one number per token
 
-  explicit Terms(Stack& stack) {
-    const auto old = stack.take<Tensor>();
+  explicit Terms(Stack& stack) : old(stack.take<Tensor>()) {
     in.old = stack.column(old);
     in.adv = stack.column(stack.take<Tensor>());
     in.mask = stack.column();
@@ -274,7 +274,7 @@ void ppo_loss_from_logits(StableIValue* values, uint64_t, uint64_t) {
   const bool need_logits = in_place || stack.take<bool>();
   const ScalarType type = real_of(logits);
   const Dtype real = type == ScalarType::Double ? Dtype::f64 : Dtype::f32;
-  const Tensor d_values = gradient(labels, stack.take<bool>(), type);
+  const Tensor d_values = gradient(terms.old, stack.take<bool>(), type);
   Tensor d_logits = in_place ? logits : torch::stable::new_empty(logits, {0});
   if (need_logits && !in_place) d_logits = empty_like_with_huge_pages(logits);
 

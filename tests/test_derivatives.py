@@ -65,6 +65,7 @@ def test_batched_gradients_of_the_loss() -> None:
     x = fresh()
     loss = loss_of(x)
     scales = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    (batched,) = torch.autograd.grad(loss, x, scales, is_grads_batched=True, retain_graph=True)
     one_by_one = [torch.autograd.grad(loss, x, s, retain_graph=True)[0] for s in scales]
-    assert torch.equal(batched, torch.stack(one_by_one))
+    for keep in (True, False):
+        (batched,) = torch.autograd.grad(loss, x, scales, is_grads_batched=True, retain_graph=keep)
+        assert torch.equal(batched, torch.stack(one_by_one))

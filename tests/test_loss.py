@@ -298,3 +298,32 @@ def test_from_logits_in_place() -> None:
         torch.autograd.grad(loss, z)
     with pytest.raises(TypeError, match="unexpected keyword 'entropy'"):
         pk.ppo_loss_from_logits(x, y, **options, entropy=y)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (1, 1, 1), (2, 2, 3), (2, 1, 3, 2)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_from_logits_takes_any_shape(shape: tuple[int, ...], inplace: bool) -> None:
+    x = torch.randn(*shape, 5, requires_grad=True)
+    values = torch.randn(shape, requires_grad=True)
+    labels, advantages = torch.randint(5, shape), torch.randn(shape)
+    old = torch.full(shape, -1.6)
+    pk.ppo_loss_from_logits(
+        x * 1, labels, old, advantages, values=values, returns=advantages, cliprange_value=None,
+        inplace_backward=inplace,
+    ).loss.backward()  # fmt: skip
+    n = max(values.numel(), 1)
+    close([values.grad], [0.1 * (values.detach() - advantages) / n], tol.FP32)
+    other = x.detach().requires_grad_()
+    logp = torch.log_softmax(other, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    pk.ppo_loss(logp, old, advantages).loss.backward()
+    close([x.grad], [other.grad], tol.FP32)
+
+
+def test_no_tokens_with_a_strided_vocabulary() -> None:
+    x = torch.zeros(0, 4, 3).permute(0, 2, 1).requires_grad_()
+    labels, zero = torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3)
+    for inplace in (False, True):
+        loss = pk.ppo_loss_from_logits(x * 1, labels, zero, zero, inplace_backward=inplace).loss
+        loss.backward()
+        assert loss == 0 and x.grad.shape == (0, 3, 4)
+    assert pk.logprobs_from_logits(x, labels).shape == (0, 3)

@@ -53,7 +53,7 @@ class _WithGradients(torch.autograd.Function):
                 )
             ctx.consumed = True
         # Second tensors of this size only where the first are needed once more.
-        keep = compiling or _transformed() or (not ctx.once and _keeps_graph())
+        keep = compiling or _is_batched(grad) or (not ctx.once and _keeps_graph())
         as_it_is = not keep and _is_one(grad)
         found: list[Tensor | None] = []
         for d, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[3:]):
@@ -63,6 +63,11 @@ class _WithGradients(torch.autograd.Function):
                 d = d.to(dtype)
             found.append(d if need else None)
         return None, None, None, *found, *(None for _ in found)
+
+
+def _is_batched(grad: Tensor) -> bool:
+    """Whether autograd.grad(is_grads_batched=True) asks, for which nothing works in place."""
+    return torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def _is_one(grad: Tensor) -> bool:

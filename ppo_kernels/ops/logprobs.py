@@ -299,7 +299,11 @@ def _check(logits: Tensor, labels: Tensor, ignore_index: int, inplace: bool) -> 
     _checks.same_device("labels", labels, logits.device, "logits")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
-    if inplace and any(n > 1 and s == 0 for n, s in zip(logits.shape, logits.stride())):
+    if (
+        inplace
+        and logits.numel()
+        and any(n > 1 and s == 0 for n, s in zip(logits.shape, logits.stride()))
+    ):
         raise ValueError("inplace_backward needs logits whose rows do not share memory (expand)")
 
 
@@ -307,7 +311,8 @@ def _as_rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """logits as [N, V] or [A, B, V] with a contiguous last dimension, labels likewise."""
     V = logits.shape[-1]
     if V > 1 and logits.stride(-1) != 1:
-        logits = logits.contiguous()
+        # .contiguous() leaves an empty tensor as it is.
+        logits = logits.clone(memory_format=torch.contiguous_format)
     if logits.dim() > 3:
         logits = logits.flatten(0, -3)
     elif logits.dim() == 1:

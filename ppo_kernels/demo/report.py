@@ -156,8 +156,8 @@ def hacking(evaluation: dict[str, Any], settings: Settings) -> str:
 
 The reward is the reward model's score, less {settings.short_penalty} for each token that a \
 response is shorter than {settings.short_of}, so that one nice thing and a full stop is not the \
-best answer. A policy that exploits the reward model gains score without the judge, and says the \
-same thing again and again.
+best answer. What else a policy gave for its score shows in distinct-2, in the entropy and in the \
+most common four tokens; the judge may like a nice word as often as it comes.
 
 From the SFT model to PPO, {moves(sft, ppo)}; {kl(ppo)}.
 

@@ -1,4 +1,20 @@
-"""PPOTrainer, item by item of its acceptance list (the numbers in the names)."""
+"""PPOTrainer, item by item. The numbers in the names, here and in the files beside:
+
+ 1 index convention              15 forms of scores             29 value clipping, warm-up
+ 2 masks come from lengths       16 whitening of rewards        30 nothing of the user's changes
+ 3 padding and company           17 GAE and bootstrap           31 KL controller
+ 4 holes in a response           18 whitening of advantages     32 weighted statistics
+ 5 empty responses               19 gamma, lambda               33 names of statistics
+ 6 NaN in masked slots           20 the loss                    34 explained variance
+ 7 fp32 log-softmax              21 clip ranges, dual clip      35 checkpoints
+ 8 one temperature               22 aggregation                 36 bf16
+ 9 old log-probs                 23 minibatch, micro-batch      37 ranks decide alike
+10 no dropout                    24 shuffling                   38 seeds
+11 KL in the reward              25 gradient norm, bad steps    39 errors name field and row
+12 KL in the loss                26 ratio guard                 40 self-check of the first step
+13 reference policies            27 early stop
+14 order of score shaping        28 LM loss of PPO-ptx
+"""
 
 import math
 from collections.abc import Iterator

@@ -45,7 +45,8 @@ RENAMED = {
 
 @dataclass
 class PPOConfig:
-    """Settings of PPOTrainer. Names and defaults are TRL 0.7.1's unless a comment says otherwise.
+    """Settings of PPOTrainer. Names and defaults are TRL 0.7.1's unless a comment names another
+    source; "(own)" is of no other project. Each field's comment explains it.
 
     Batch sizes count responses on one rank. A field that may be None is off when it is.
     """
@@ -68,10 +69,10 @@ class PPOConfig:
     # KL to the reference
     kl_penalty: str = "kl"  # in the reward: kl=k1, mse=k2, low_var_kl=k3, abs, full (over V)
     kl_placement: str = "token"  # or "terminal_mean": its mean on the last action (own)
-    init_kl_coef: float = 0.2
-    adap_kl_ctrl: bool = True  # Ziegler et al. 2019
+    init_kl_coef: float = 0.2  # weight of the KL in the reward; where an adaptive one starts
+    adap_kl_ctrl: bool = True  # steer that weight towards target (Ziegler et al. 2019)
     target: float = 6.0  # of the mean KL, in kl_unit
-    horizon: float = 10_000
+    horizon: float = 10_000  # responses in which the weight moves by the KL's relative error
     kl_unit: str = "sequence"  # nats per response; or "token" (verl)
     kl_loss_coef: float = 0.0  # KL in the loss instead, k3 with the gradient of k2 (verl)
     # Scores, rewards, advantages
@@ -80,16 +81,16 @@ class PPOConfig:
     score_clip: float | None = None  # then clip to [-score_clip, score_clip]
     missing_eos_penalty: float | None = None  # then subtract from responses without EOS (TRL 0.12)
     whiten_rewards: bool = False  # masked_whiten(shift_mean=False) (TRL 0.7.3)
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: float = 1.0  # discount per token
+    lam: float = 0.95  # of GAE: 1 is Monte Carlo less the value, 0 the TD residual
     bootstrap_truncated: bool = False  # V, not 0, follows a truncated response (SB3, own)
     whiten_advantages: bool = True  # over the batch of all ranks
     # Loss
-    cliprange: float = 0.2
+    cliprange: float = 0.2  # the ratio is clipped to 1 -+ cliprange (Schulman et al. 2017)
     cliprange_high: float | None = None  # upper clip; None: cliprange (DAPO)
     dual_clip: float | None = None  # bound on r where A < 0 (Ye et al. 2020; verl: 3.0)
-    cliprange_value: float | None = 0.2
-    vf_coef: float = 0.1
+    cliprange_value: float | None = 0.2  # how far values may move from the old ones
+    vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # entropy bonus (Schulman et al. 2017)
     ptx_coef: float = 0.0  # weight of ptx_batch's LM loss (InstructGPT: 27.8)
     loss_agg_mode: str = "token-mean"  # of the minibatch on all ranks; see AGG_MODES (verl)
@@ -98,7 +99,7 @@ class PPOConfig:
     # Guards
     ratio_threshold: float | None = 10.0  # skip a minibatch whose mean ratio exceeds it
     early_stopping: bool = False  # end the passes once KL(old || new) > 1.5 target_kl
-    target_kl: float = 0.1
+    target_kl: float = 0.1  # of early_stopping, nats per token
     # Sampling
     temperature: float = 1.0  # of generate, policy and reference alike (TRL: generation's only)
 

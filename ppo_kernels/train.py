@@ -19,6 +19,7 @@ import math
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -289,7 +290,9 @@ def go_on(trainer: PPOTrainer, checkpoint: Path, changed: list[str]) -> None:
     """Load the checkpoint, but keep the trainer's own settings, learning rates included."""
     rates = [group["lr"] for group in trainer.optimizer.param_groups]
     try:
-        trainer.load_checkpoint(checkpoint)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the saved run had")  # seen to below
+            trainer.load_checkpoint(checkpoint)
     except (OSError, ValueError) as error:
         raise UserError(f"--resume {checkpoint}: {error}") from None
     for group, rate in zip(trainer.optimizer.param_groups, rates):

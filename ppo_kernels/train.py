@@ -251,9 +251,11 @@ def read_model(name: str) -> tuple[Any, Any]:
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError, TypeError) as error:  # TypeError: 4.57, without files
-        raise UserError(f"--model {name}: there is no model with a tokenizer: {error}") from None
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"--model {name}: {error}") from None
+    except TypeError:  # transformers 4.57 opens files that are not there
+        tokenizer = None
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"--model {name}: there are no files of a tokenizer with it")
     return config, tokenizer
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import tolerances as tol
 import torch
 import torch.distributed as dist
+from processes import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ppo_kernels as pk
-from ppo_kernels import _native
 
 N, H, SIZES = 9, 8, (17, 6)
 
@@ -63,14 +63,4 @@ def run_rank(rank: int, file: str) -> None:
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    _native.ensure()  # built once, not by each rank
-    context = torch.multiprocessing.get_context("spawn")
-    file = str(tmp_path / "rendezvous")
-    ranks = [context.Process(target=run_rank, args=(rank, file)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    run_ranks(run_rank, 2, tmp_path)

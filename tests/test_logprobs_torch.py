@@ -9,10 +9,11 @@ import tolerances as tol
 import torch
 import torch.distributed as dist
 from backends import logprob_kernels, use
+from processes import run_ranks
 from torch import Tensor
 
 import ppo_kernels as pk
-from ppo_kernels import _native, reference
+from ppo_kernels import reference
 
 OPS = torch.ops.ppo_kernels
 PLAIN = (None, 1.0, 1.0, 0.0, -100)
@@ -278,17 +279,7 @@ def check_rank(
 
 def test_tensor_parallel(tmp_path: Path) -> None:
     """Two and three gloo processes with uneven slices; one all_gather of 16 bytes per token."""
-    assert _native.ensure()  # built once, not by each rank
-    context = torch.multiprocessing.get_context("spawn")
-    file = str(tmp_path / "rendezvous")
-    ranks = [context.Process(target=run_rank, args=(rank, file)) for rank in range(3)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0, 0, 0]
+    run_ranks(run_rank, 3, tmp_path)
 
 
 # ----------------------------------------------------------------------------------- errors

@@ -34,6 +34,9 @@ int lanes() { return LANES<F32>; }
 void exp_f32(const float* in, float* out, int64_t n) {
   map(in, out, n, [](F32 x) { return exp(x); });
 }
+void exp2_f32(const float* in, float* out, int64_t n) {
+  map(in, out, n, [](F32 x) { return exp2(x); });
+}
 void tanh_f32(const float* in, float* out, int64_t n) {
   map(in, out, n, [](F32 x) { return ppo::PPO_ISA::tanh(x); });
 }

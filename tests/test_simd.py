@@ -65,6 +65,15 @@ def test_exp(probe: ctypes.CDLL) -> None:
     np.testing.assert_array_equal(got, np.array([1, 1, 0, 0, 0, 0, np.nan] * 3, np.float32))
 
 
+def test_exp2(probe: ctypes.CDLL) -> None:
+    for x in (every(997, -126.0, -0.0), every(997, 0.0, 126.9)):
+        got = call(probe.exp2_f32, x, np.float32)
+        assert ulps(got, np.exp2(x.astype(np.float64))).max() <= tol.EXP_ULPS
+    x = np.array([0.0, -0.0, -126.5, -1e4, -3e38, -np.inf, np.nan] * 3, np.float32)
+    got = call(probe.exp2_f32, x, np.float32)
+    np.testing.assert_array_equal(got, np.array([1, 1, 0, 0, 0, 0, np.nan] * 3, np.float32))
+
+
 def test_tanh(probe: ctypes.CDLL) -> None:
     for x in (every(997, -30.0, -1e-30), every(997, 1e-30, 30.0)):
         got = call(probe.tanh_f32, x, np.float32)

@@ -13,6 +13,10 @@ PPO_INLINE double real_log(double x) { return __builtin_log(x); }
 
 template <class Real>
 constexpr Real LOWEST = sizeof(Real) == 4 ? Real(-__FLT_MAX__) : Real(-__DBL_MAX__);
+template <class Real>
+constexpr Real LOG2E = Real(1.4426950408889634);
+template <class Real>
+constexpr Real LN2 = Real(0.6931471805599453);
 constexpr float INF = __builtin_inff(), NOT_A_NUMBER = __builtin_nanf("");
 
 // What a forward pass sums besides s: nothing, w, or w and q.
@@ -28,6 +32,17 @@ struct Sums {
 template <class Vec, bool CAPPED>
 struct Transform {
   Vec inner, outer;
+
+  // e^z = 2^(unit u), with u = x where z is a multiple of it.
+  inline __attribute__((always_inline)) Vec u(Vec x) const { return CAPPED ? z(x) : x; }
+  inline __attribute__((always_inline)) Vec unit() const {
+    constexpr auto log2e = LOG2E<decltype(Vec{}[0] + 0)>;
+    return CAPPED ? Vec{} + log2e : inner * log2e;
+  }
+  template <class Real>
+  Real z_of(Real u) const {
+    return CAPPED ? u : inner[0] * u;
+  }
 
   inline __attribute__((always_inline)) Vec z(Vec x) const {
     Vec u = inner * x;
@@ -65,66 +80,64 @@ int64_t pieces_per_row(const LogprobsArgs& a) { return (a.V + LOGPROBS_PIECE - 1
 
 // --------------------------------------------------------------------------------- forward
 
-// Shift the sums from m to `to` >= m. What vanishes is 0, not 0 * -inf.
+// Logits go into the sums as t = unit * (u - m) powers of two, where u is x, or z if there is a
+// softcap, and m the largest u so far, the same in all lanes. It seldom moves, about log(n) times
+// in n groups of vectors, so that the common path is one max, one compare and the powers.
+
+// Shift the sums from m to `to`. What vanishes is 0, not 0 * -inf.
 template <class Vec>
-PPO_INLINE void shift(Sums<Vec>& sums, Vec to) {
-  Vec by = sums.m - to, factor = exp(by);
+PPO_INLINE void shift(Sums<Vec>& sums, Vec unit, Vec to) {
+  Vec by = unit * (sums.m - to), factor = exp2(by);
   sums.w = factor == 0 ? Vec{} : (sums.w + sums.s * by) * factor;
   sums.q *= factor * factor;
   sums.s *= factor;
   sums.m = to;
 }
 
-// Add n vectors of z, none of which exceeds the shift by more than exp() takes; e is e^(z - m).
 template <Level LEVEL, int n, class Vec>
-PPO_INLINE void add_shifted(Sums<Vec>& sums, const Vec (&z)[n], Vec (&e)[n]) {
+PPO_INLINE void add(Sums<Vec>& sums, Vec unit, const Vec (&u)[n]) {
   Vec s{}, w{}, q{};
   for (int i = 0; i < n; ++i) {
-    Vec d = z[i] - sums.m;
-    e[i] = exp(d);
-    s += e[i];
-    if (LEVEL >= ENTROPY) w = fma(e[i], e[i] == 0 ? Vec{} : d, w);
-    if (LEVEL >= STATS) q = fma(e[i], e[i], q);
+    Vec t = unit * (u[i] - sums.m), e = exp2(t);
+    s += e;
+    if (LEVEL >= ENTROPY) w = fma(e, e == 0 ? Vec{} : t, w);
+    if (LEVEL >= STATS) q = fma(e, e, q);
   }
   sums.s += s;
   sums.w += w;
   sums.q += q;
 }
 
-// Add n vectors of z. The shift of each lane only moves when one of its logits exceeds it, about
-// log(V) times a row, so that the common path is one max, one compare and the exponentials.
-template <Level LEVEL, int n, class Vec>
-PPO_INLINE void add(Sums<Vec>& sums, const Vec (&z)[n]) {
-  Vec top = z[0];
-  for (int i = 1; i < n; ++i) top = max(top, z[i]);
-  if (__builtin_expect(any(top > sums.m), 0)) shift(sums, max(sums.m, top));
-  Vec e[n];
-  add_shifted<LEVEL>(sums, z, e);
-}
-
 template <class T, Level LEVEL, bool CAPPED>
 auto sum_piece(const LogprobsArgs& a, int64_t row, int64_t piece) {
   typedef typename Compute<T>::Real Real;
   typedef typename Compute<T>::Vec Vec;
-  constexpr int L = LANES<Vec>, GROUP = 4;
+  constexpr int L = LANES<Vec>, GROUP = sizeof(Vec) == 64 ? 8 : 4;  // as registers allow
   const auto f = transform<T, CAPPED>(a, row);
   const T* x = row_of<const T>(a.x, a, row, a.stride_a, a.stride_b) + piece * LOGPROBS_PIECE;
   const int64_t left = a.V - piece * LOGPROBS_PIECE;
   const int n = left < LOGPROBS_PIECE ? left : LOGPROBS_PIECE;
+  const Vec unit = f.unit();
   Sums<Vec> lanes{Vec{} + LOWEST<Real>, {}, {}, {}};
+  auto take = [&](const auto& u) __attribute__((always_inline)) {
+    Vec top = lanes.m;
+    for (const Vec& each : u) top = max(top, each);
+    if (__builtin_expect(any(top > lanes.m), 0)) shift(lanes, unit, Vec{} + max_lane(top));
+    add<LEVEL>(lanes, unit, u);
+  };
   int i = 0;
   for (; i + GROUP * L <= n; i += GROUP * L) {
-    Vec z[GROUP];
-    for (int k = 0; k < GROUP; ++k) z[k] = f.z(load(x + i + k * L));
-    add<LEVEL>(lanes, z);
+    Vec u[GROUP];
+    for (int k = 0; k < GROUP; k += 2) load_two(x + i + k * L, u[k], u[k + 1]);
+    for (Vec& each : u) each = f.u(each);
+    take(u);
   }
   for (; i < n; i += L) {
-    const Vec z[1] = {f.z(i + L <= n ? load(x + i) : load_some(x + i, n - i))};
-    add<LEVEL>(lanes, z);
+    const Vec u[1] = {f.u(i + L <= n ? load(x + i) : load_some(x + i, n - i))};
+    take(u);
   }
-  const Real m = max_lane(lanes.m);
-  shift(lanes, Vec{} + m);
-  return Sums<Real>{m, sum_lanes(lanes.s), sum_lanes(lanes.w), sum_lanes(lanes.q)};
+  const Real w = sum_lanes(lanes.w) * LN2<Real>;
+  return Sums<Real>{f.z_of(lanes.m[0]), sum_lanes(lanes.s), w, sum_lanes(lanes.q)};
 }
 
 template <class Real>
@@ -152,25 +165,26 @@ auto keep_piece(const LogprobsArgs& a, int64_t row, int64_t piece) {
   for (; i < n; i += L)
     top[0] = max(top[0], f.z(i + L <= n ? load(x + i) : load_some(x + i, n - i)));
   const Real m = max_lane(max(max(top[0], top[1]), max(top[2], top[3])));
-  Sums<Vec> lanes{Vec{} + m, {}, {}, {}};
-  for (i = 0; i + GROUP * L <= n; i += GROUP * L) {
-    Vec z[GROUP], e[GROUP];
+  Vec s[GROUP] = {}, w[GROUP] = {};
+  auto take = [&](Vec x, int k) __attribute__((always_inline)) {
+    const Vec d = f.z(x) - m, e = exp(d);
+    s[k] += e;
+    w[k] = fma(e, e == 0 ? Vec{} : d, w[k]);
+    return e;
+  };
+  for (i = 0; i + GROUP * L <= n; i += GROUP * L)
     for (int k = 0; k < GROUP; ++k) {
-      __builtin_prefetch(x + i + k * L + LOGPROBS_PIECE, 0, 2);
-      z[k] = f.z(load(x + i + k * L));
+      const T* at = x + i + k * L;
+      __builtin_prefetch(at + LOGPROBS_PIECE, 0, 2);
+      store(kept + start + i + k * L, take(load(at), k));
     }
-    add_shifted<ENTROPY>(lanes, z, e);
-    for (int k = 0; k < GROUP; ++k) store(kept + start + i + k * L, e[k]);
-  }
   for (; i < n; i += L) {
     const int some = n - i < L ? n - i : L;
-    const Vec z[1] = {f.z(load_some(x + i, some))};
-    Vec e[1];
-    add_shifted<ENTROPY>(lanes, z, e);
-    store_some(kept + start + i, some, e[0]);
+    store_some(kept + start + i, some, take(load_some(x + i, some), 0));
   }
   kept[a.V + piece] = m;
-  return Sums<Real>{m, sum_lanes(lanes.s), sum_lanes(lanes.w), 0};
+  return Sums<Real>{m, sum_lanes((s[0] + s[1]) + (s[2] + s[3])),
+                    sum_lanes((w[0] + w[1]) + (w[2] + w[3])), 0};
 }
 
 template <class Real>

@@ -131,13 +131,31 @@ PPO_INLINE bool any(Mask mask) {
 #endif
 }
 
+// Of |x| < 2^22 the nearest integer; and p * 2^n for an integer n from -126 on. Both exact. For
+// numbers below a bound `low`, however small, the power is 0; NaN stays NaN.
+PPO_INLINE F32 nearest(F32 x) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const F32 shift = F32{} + 12582912.0f;  // 1.5 * 2^23
+  return (x + shift) - shift;
+#endif
+}
+PPO_INLINE F32 times_power(F32 p, F32 n, F32 x, float low) {
+#if defined(__AVX512F__)
+  const __mmask16 keep = _mm512_cmp_ps_mask((__m512)x, (__m512)(F32{} + low), _CMP_NLT_UQ);
+  return (F32)_mm512_maskz_scalef_ps(keep, (__m512)p, (__m512)n);
+#else
+  // The 127 leaves the exponent of 2^n in the low bits of the sum.
+  F32 scale = (F32)((I32)(n + (12582912.0f + 127.0f)) << 23);
+  return x < low ? F32{} : p * scale;
+#endif
+}
+
 // e^x for x <= 88, below 1.1 ulp; 0 where it would be subnormal (x < -87); NaN stays NaN.
-// x = n ln2 + r with |r| <= ln2/2; e^r is a minimax polynomial; adding 1.5 * 2^23 rounds x / ln2
-// to an integer, and the 127 with it leaves the exponent of 2^n in the low bits.
+// x = n ln2 + r with |r| <= ln2/2; e^r is a minimax polynomial.
 PPO_INLINE F32 exp(F32 x) {
-  const F32 shift = F32{} + (12582912.0f + 127.0f);
-  F32 t = fma(x, F32{} + 1.44269504f, shift);
-  F32 n = t - shift;
+  F32 n = nearest(x * 1.44269504f);
   F32 r = fma(n, F32{} - 0.693359375f, x);  // 9 bits: n times it is exact
   r = fma(n, F32{} + 2.12194440e-4f, r);
   F32 p = fma(r, F32{} + 1.38146131e-3f, F32{} + 8.36870983e-3f);
@@ -145,13 +163,28 @@ PPO_INLINE F32 exp(F32 x) {
   p = fma(p, r, F32{} + 1.66665207e-1f);
   p = fma(p, r, F32{} + 4.99999935e-1f);
   p = fma(p, r * r, r) + 1.0f;
-  F32 scale = (F32)((I32)t << 23);
-  // Times a power of two: exact, and NaN for NaN, which adding to the exponent would not be.
-  return x < -87.0f ? F32{} : p * scale;
+  return times_power(p, n, x, -87.0f);
 }
 
 PPO_INLINE F64 exp(F64 x) {
   for (int i = 0; i < LANES<F64>; ++i) x[i] = ::exp(x[i]);
+  return x;
+}
+
+// 2^x for x < 127, below 1.1 ulp; 0 for x < -126; NaN stays NaN. Cheaper than exp().
+PPO_INLINE F32 exp2(F32 x) {
+  F32 n = nearest(x), f = x - n;
+  F32 p = fma(f, F32{} + 1.53458124e-4f, F32{} + 1.33999309e-3f);
+  p = fma(p, f, F32{} + 9.61848907e-3f);
+  p = fma(p, f, F32{} + 5.55032864e-2f);
+  p = fma(p, f, F32{} + 2.40226462e-1f);
+  p = fma(p, f, F32{} + 6.93147182e-1f);
+  p = fma(p, f, F32{} + 1.0f);
+  return times_power(p, n, x, -126.0f);
+}
+
+PPO_INLINE F64 exp2(F64 x) {
+  for (int i = 0; i < LANES<F64>; ++i) x[i] = ::exp2(x[i]);
   return x;
 }
 
@@ -192,6 +225,18 @@ PPO_INLINE F32 load(const FP16* p) {
   F32 f = (F32)magnitude * 0x1p112f;
   U32 bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : (U32)f;
   return (F32)(bits | sign);
+}
+
+// Two vectors' worth of numbers, in whatever order comes cheapest: for sums.
+template <class T, class Vec>
+PPO_INLINE void load_two(const T* p, Vec& a, Vec& b) {
+  a = load(p);
+  b = load(p + LANES<Vec>);
+}
+PPO_INLINE void load_two(const BF16* p, F32& a, F32& b) {
+  U32 pairs = bits_at<U32>(p);
+  a = (F32)(pairs << 16);
+  b = (F32)(pairs & 0xffff0000u);
 }
 
 PPO_INLINE void store(float* p, F32 v) { memcpy(p, &v, sizeof v); }

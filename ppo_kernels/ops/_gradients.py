@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -29,14 +30,12 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WithGradients(torch.autograd.Function):
-    """The identity on loss, whose gradients for the other inputs are already known."""
+    """The identity on loss, whose gradients for the inputs are already known."""
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, once: bool, n: int, *inputs_and_gradients: Tensor | None
+        ctx: Any, loss: Tensor, once: bool, gradients: tuple[Tensor, ...], *inputs: Tensor
     ) -> Tensor:
-        inputs, gradients = inputs_and_gradients[:n], inputs_and_gradients[n:]
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.once, ctx.consumed = once, False
         ctx.save_for_backward(*gradients)
         return loss.clone()
@@ -52,17 +51,15 @@ class _WithGradients(torch.autograd.Function):
                     "a second one needs inplace_backward=False"
                 )
             ctx.consumed = True
+        gradients = ctx.saved_tensors  # of any dtype: autograd hands them on in that of the input
         # Second tensors of this size only where the first are needed once more.
-        keep = compiling or _is_batched(grad) or (not ctx.once and _keeps_graph())
-        as_it_is = not keep and _is_one(grad)
-        found: list[Tensor | None] = []
-        for d, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[3:]):
-            if need and not as_it_is:
-                d = d * grad if keep else d.mul_(grad)
-            if need and d.dtype != dtype:
-                d = d.to(dtype)
-            found.append(d if need else None)
-        return None, None, None, *found, *(None for _ in found)
+        if compiling or _is_batched(grad) or (not ctx.once and _keeps_graph()):
+            gradients = [
+                d * grad if need else None for d, need in zip(gradients, ctx.needs_input_grad[3:])
+            ]
+        elif not _is_one(grad):
+            gradients = [d.mul_(grad) for d in gradients]
+        return None, None, None, *gradients
 
 
 def _is_batched(grad: Tensor) -> bool:
@@ -72,7 +69,7 @@ def _is_batched(grad: Tensor) -> bool:
 
 def _is_one(grad: Tensor) -> bool:
     """Whether loss.backward() asks: on the CPU a look is free. A tracer's tensor has no value."""
-    return type(grad) is Tensor and grad.device.type == "cpu" and grad.item() == 1
+    return type(grad) is Tensor and grad.is_cpu and grad.item() == 1
 
 
 def _keeps_graph() -> bool:
@@ -104,6 +101,8 @@ def with_gradients(
     loss: Tensor, inputs: list[Tensor | None], gradients: list[Tensor], once: bool = False
 ) -> Tensor:
     """loss, differentiable in inputs by the given gradients; once: backward may run once."""
-    if not any(needs(*inputs)):
+    need = needs(*inputs)
+    if not any(need):
         return loss
-    return _WithGradients.apply(loss, once, len(inputs), *inputs, *gradients)
+    gradients = tuple(compress(gradients, need))
+    return _WithGradients.apply(loss, once, gradients, *compress(inputs, need))

@@ -29,6 +29,9 @@ def define(
     op never asks for it. triton_twin takes the CUDA key if the module came without that part.
     triton_module names the file in kernels/ whose function of this name is the CUDA kernel, for
     all but fp64 inputs.
+
+    No op is differentiable: an autograd.Function outside it is. So autograd's keys are passed over,
+    which on the CPU costs a small call less than to turn gradients off, and no result has history.
     """
     LIB.define(schema)
     name = schema.split("(", 1)[0].strip()
@@ -41,10 +44,12 @@ def define(
         _native.ensure()
         want_twin = not tried and triton_twin is not None and not has_kernel(name, "CUDA")
         if want_twin and importlib.util.find_spec("triton"):
-            LIB.impl(name, triton_twin, "CUDA")
+            LIB.impl(name, torch.no_grad()(triton_twin), "CUDA")
         tried = True
         return getattr(torch.ops.ppo_kernels, name)(*args, **kwargs)
 
+    reference = torch.no_grad()(reference)
+    LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
     LIB.impl(name, first_use, "CompositeExplicitAutograd")
     if triton_module is not None:
         LIB.impl(name, _launcher(triton_module, name, reference), "CUDA")
@@ -65,6 +70,8 @@ def _launcher(module: str, name: str, reference: Callable[..., Any]) -> Callable
             message = f"ppo_kernels runs {name} in plain PyTorch: triton is not installed"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             return reference
-        return getattr(importlib.import_module(f"ppo_kernels.kernels.{module}"), name)
+        return torch.no_grad()(
+            getattr(importlib.import_module(f"ppo_kernels.kernels.{module}"), name)
+        )
 
     return lambda *args: (reference if args[0].dtype == torch.float64 else kernel())(*args)

@@ -81,24 +81,23 @@ def gae(
     )
     if terminated is not None and truncated is not None:
         truncated = truncated & ~terminated
-    with torch.no_grad():
-        out = torch.ops.ppo_kernels.gae(
-            rewards,
-            values,
-            mask,
-            scores,
-            bootstrap,
-            logprobs,
-            ref_logprobs,
-            terminated,
-            truncated,
-            cu_seqlens,
-            gamma,
-            lam,
-            lam_returns,
-            kl_coef,
-            KINDS.index(kl_penalty),
-        )
+    out = torch.ops.ppo_kernels.gae(
+        rewards,
+        values,
+        mask,
+        scores,
+        bootstrap,
+        logprobs,
+        ref_logprobs,
+        terminated,
+        truncated,
+        cu_seqlens,
+        gamma,
+        lam,
+        lam_returns,
+        kl_coef,
+        KINDS.index(kl_penalty),
+    )
     return Advantages(*out)
 
 

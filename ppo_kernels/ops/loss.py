@@ -252,10 +252,9 @@ def ppo_loss(
     check_options(logprobs, "logprobs", options)
     inputs = [logprobs, values, entropy]
     need = needs(*inputs)
-    with torch.no_grad():
-        loss, stats, *gradients = torch.ops.ppo_kernels.ppo_loss.default(
-            logprobs, entropy, *loss_terms(options, logprobs), *need
-        )
+    loss, stats, *gradients = torch.ops.ppo_kernels.ppo_loss.default(
+        logprobs, entropy, *loss_terms(options, logprobs), *need
+    )
     return PPOLoss(with_gradients(loss, inputs, gradients), LossStats(stats))
 
 
@@ -315,14 +314,13 @@ def ppo_loss_from_logits(
     need = needs(*inputs)
     in_place = inplace_backward and need[0] and not torch.compiler.is_compiling()
     args = (labels_of_rows, *transform, *loss_terms(options, rows))
-    with torch.no_grad():
-        if in_place:
-            op, d_logits = torch.ops.ppo_kernels.ppo_loss_from_logits_, rows.detach()
-            loss, stats, d_values = op(d_logits, *args, need[1])
-            torch.autograd.graph.increment_version(d_logits)
-        else:
-            op = torch.ops.ppo_kernels.ppo_loss_from_logits
-            loss, stats, d_logits, d_values = op(rows, *args, *need)
+    if in_place:
+        op, d_logits = torch.ops.ppo_kernels.ppo_loss_from_logits_.default, rows.detach()
+        loss, stats, d_values = op(d_logits, *args, need[1])
+        torch.autograd.graph.increment_version(d_logits)
+    else:
+        op = torch.ops.ppo_kernels.ppo_loss_from_logits.default
+        loss, stats, d_logits, d_values = op(rows, *args, *need)
     loss = with_gradients(loss, inputs, [d_logits, d_values], once=in_place)
     return PPOLoss(loss, LossStats(stats))
 

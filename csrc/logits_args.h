@@ -5,6 +5,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <vector>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -30,6 +31,20 @@ inline Dtype dtype_of(const Tensor& logits) {
 
 inline ScalarType real_of(const Tensor& logits) {
   return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// A contiguous tensor of reals on the CPU. torch::stable::new_empty goes through the dispatcher, five
+// times a call: as long as the loss of a thousand tokens takes.
+inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
+  AtenTensorHandle made;
+  const AOTITorchError error = aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.data(), strides.data(),
+      type == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(),
+      aoti_torch_device_type_cpu(), 0, &made);
+  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "no memory for the results");
+  return Tensor(made);
 }
 
 // Pointer to one real per row, null for none.

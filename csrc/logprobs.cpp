@@ -10,8 +10,7 @@ namespace ppo {
 namespace {
 
 Tensor per_row(const Tensor& logits, const Tensor& labels, bool wanted = true) {
-  if (!wanted) return torch::stable::new_empty(logits, {0}, real_of(logits));
-  return torch::stable::new_empty(logits, labels.sizes(), real_of(logits));
+  return wanted ? empty(labels.sizes(), real_of(logits)) : empty({0}, real_of(logits));
 }
 
 void run_forward(const LogprobsArgs& a, const Tensor& logits, int64_t rows) {

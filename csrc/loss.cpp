@@ -138,20 +138,6 @@ struct Terms {
   std::vector<double> sequence_scale_;
 };
 
-// A contiguous tensor on the CPU. torch::stable::new_empty goes through the dispatcher, five times a
-// call: as long as the loss of a thousand tokens takes.
-Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef shape, ScalarType type) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
-  AtenTensorHandle made;
-  const AOTITorchError error = aoti_torch_empty_strided(
-      int64_t(shape.size()), shape.data(), strides.data(),
-      type == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(),
-      aoti_torch_device_type_cpu(), 0, &made);
-  STD_TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "ppo_loss: no memory for its results");
-  return Tensor(made);
-}
-
 Tensor tensor_of(const std::vector<double>& x, torch::headeronly::IntHeaderOnlyArrayRef shape,
                  ScalarType type) {
   Tensor out = empty(shape, type);

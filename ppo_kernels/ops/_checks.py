@@ -49,7 +49,7 @@ def like(
 ) -> None:
     """x is a tensor with the shape and device of `other`; dtypes None: of any real dtype."""
     tensor(name, x, dtypes)
-    if x.is_complex():
+    if dtypes is None and x.is_complex():
         raise TypeError(f"{name} must have a real dtype, got {str(x.dtype)[6:]}")
     if x.shape != other.shape:
         shape(name, x, other.shape, other_name)

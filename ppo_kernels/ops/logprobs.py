@@ -137,19 +137,11 @@ class _Logprobs(torch.autograd.Function):
                 "the logits with their gradient; a second one needs inplace_backward=False"
             )
         logits, labels, temperatures, row_max, log_sum, entropy, shard = ctx.saved_tensors
-        args = (
-            *(
-                None if g is None else g.to(row_max.dtype).contiguous()
-                for g in (grad_logp, grad_entropy)
-            ),
-            labels,
-            temperatures,
-            *ctx.numbers,
-            row_max,
-            log_sum,
-            entropy,
-            shard,
+        g, h = (
+            None if x is None else x.to(row_max.dtype).contiguous()
+            for x in (grad_logp, grad_entropy)
         )
+        args = (g, h, labels, temperatures, *ctx.numbers, row_max, log_sum, entropy, shard)
         # A compiled graph plans its own memory: there the gradient is an ordinary output.
         if not ctx.inplace or torch.compiler.is_compiling():
             return torch.ops.ppo_kernels.logprobs_bwd(logits, *args), *nothing
@@ -233,7 +225,9 @@ def logprobs_from_logits(
     outputs = _Logprobs.apply(
         x, y, transform, return_entropy, return_stats, inplace_backward, tp_group
     )
-    logp, entropy, lse, sum_p2 = (None if o is None else o.view(labels.shape) for o in outputs)
+    if y.shape != labels.shape:
+        outputs = (None if o is None else o.view(labels.shape) for o in outputs)
+    logp, entropy, lse, sum_p2 = outputs
     if not return_entropy and not return_stats:
         return logp
     stats = (LogprobStats(lse, sum_p2),) if return_stats else ()
@@ -295,13 +289,13 @@ def _check(logits: Tensor, labels: Tensor, ignore_index: int, inplace: bool) -> 
         raise ValueError(f"logits must have shape [.., V] with V >= 1, got {tuple(logits.shape)}")
     if logits.dtype == torch.float64 and logits.device.type == "cuda":
         raise TypeError("logits must have dtype float32, bfloat16, float16 on cuda, got float64")
-    _checks.shape("labels", labels, tuple(logits.shape[:-1]), "logits without its last dimension")
+    _checks.shape("labels", labels, logits.shape[:-1], "logits without its last dimension")
     _checks.same_device("labels", labels, logits.device, "logits")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
     if (
         inplace
-        and logits.numel()
+        and not logits.is_contiguous()
         and any(n > 1 and s == 0 for n, s in zip(logits.shape, logits.stride()))
     ):
         raise ValueError("inplace_backward needs logits whose rows do not share memory (expand)")
@@ -317,4 +311,6 @@ def _as_rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits.flatten(0, -3)
     elif logits.dim() == 1:
         logits = logits.unsqueeze(0)
-    return logits, labels.reshape(logits.shape[:-1]).contiguous()
+    rows = logits.shape[:-1]
+    labels = labels if labels.shape == rows else labels.reshape(rows)
+    return logits, labels.contiguous()

@@ -332,13 +332,12 @@ def trained(labels: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """(labels, mask) where a token is out in both if it has mask 0 or label -100."""
     _checks.tensor("labels", labels, _checks.INDICES)
     counts = labels != -100
-    if mask is not None:
-        _checks.like("mask", mask, labels, "labels", None)
-        counts = counts & (mask != 0)
-    labels = torch.where(counts, labels, torch.full_like(labels, -100))
-    if mask is None or mask.dtype == torch.bool:
+    if mask is None:
         return labels, counts
-    return labels, torch.where(counts, mask, torch.zeros_like(mask))
+    _checks.like("mask", mask, labels, "labels", None)
+    counts = counts & _checks.as_bool_mask(mask)
+    labels = torch.where(counts, labels, -100)
+    return labels, counts if mask.dtype == torch.bool else torch.where(counts, mask, 0)
 
 
 def loss_terms(options: dict[str, Any], logprobs: Tensor) -> list[Any]:

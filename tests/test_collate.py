@@ -38,9 +38,8 @@ def test_01_mask_labels_and_positions_agree(sizes: list[tuple[int, int]], side: 
     assert batch.labels.tolist() == torch.cat(responses).tolist()
     assert batch.mask.sum(-1).tolist() == [r for _, r in sizes]
     assert torch.equal(batch.scatter(batch.labels.float()) > 0, batch.mask)
-    last = batch.input_ids.flatten()[batch.ends]
-    assert last.tolist() == [int(torch.cat(pair)[-1]) for pair in zip(queries, responses)]
     assert batch.attention_mask.sum(-1).tolist() == [q + r for q, r in sizes]
+    assert batch.lengths.tolist() == [q + r for q, r in sizes]
 
 
 def test_02_pad_id_is_only_a_filler_and_eos_is_an_action() -> None:
@@ -72,10 +71,12 @@ def test_05_empty_response_and_empty_query() -> None:
 
 
 def test_seq2seq_actions_follow_the_start_token() -> None:
-    batch = collate([ids(0), ids(0)], [ids(3, 1), ids(1)], 0, "right", encoder_queries=[
-        ids(5, 6, 7), ids(8)])  # fmt: skip
-    assert batch.inputs()["decoder_input_ids"].tolist() == [[0, 3, 1], [0, 1, 0]]
-    assert batch.inputs()["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    batch = collate([ids(5, 6, 7), ids(8)], [ids(3, 1), ids(1)], 9, "right", start_token_id=0)
+    inputs = batch.inputs()
+    assert inputs["decoder_input_ids"].tolist() == [[0, 3, 1], [0, 1, 9]]
+    assert inputs["decoder_attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert inputs["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch.mask.int().tolist() == [[1, 1], [1, 0]]
 
 

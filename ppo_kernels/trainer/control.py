@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,25 +52,22 @@ class AdaptiveKLController(FixedKLController):
         self.value *= max(1 + error * n_steps / self.horizon, MIN_FACTOR)
 
 
+@dataclass
 class RunningMoments:
     """Mean and unbiased std of every score seen, in fp64 (Chan's parallel update, as in TRL)."""
 
-    def __init__(self) -> None:
-        self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
+    count: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0  # sum of squared deviations from the mean
 
     def update(self, scores: Tensor | Sequence[float]) -> None:
         """Take in a batch."""
         x = torch.as_tensor(scores, dtype=torch.float64)
         if x.numel():
-            mean = float(x.mean())
-            self.merge(x.numel(), mean, float(((x - mean) ** 2).sum()))
-
-    def merge(self, count: float, mean: float, m2: float) -> None:
-        """Take in count scores of this mean and sum of squared deviations m2."""
-        if count:
-            total, delta = self.count + count, mean - self.mean
-            self.m2 += m2 + delta**2 * self.count * count / total
-            self.mean += delta * count / total
+            total, delta = self.count + x.numel(), float(x.mean()) - self.mean
+            m2 = float(((x - x.mean()) ** 2).sum())
+            self.m2 += m2 + delta**2 * self.count * x.numel() / total
+            self.mean += delta * x.numel() / total
             self.count = total
 
     @property
@@ -82,4 +80,4 @@ class RunningMoments:
         return vars(self).copy()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.count, self.mean, self.m2 = (float(state[k]) for k in ("count", "mean", "m2"))
+        vars(self).update(state)

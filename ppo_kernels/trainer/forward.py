@@ -12,81 +12,85 @@ from ppo_kernels.reference import CHUNK_ELEMENTS, upcast
 from ppo_kernels.trainer.rollout import Batch
 
 
-class States(NamedTuple):
-    """What n response tokens are chosen by: hidden states x [n, H] for `head`, or logits x [n, V].
+class Said(NamedTuple):
+    """What a model says about a batch with n response tokens.
 
-    values [B, L] are those of all positions, None if they were not asked for.
+    tokens: logprobs, entropy and, if asked for, values of these, [B, L-1], 0 elsewhere; values
+    [B, L]: of all positions; x: hidden states [n, H] for `head`, or logits [n, V], which exist only
+    where there is no head to read.
     """
 
+    tokens: dict[str, Tensor]
+    values: Tensor | None
     x: Tensor
     head: LMHead | None
-    values: Tensor | None
 
-    def logprobs(self, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logprobs, entropy) [n] fp32; [n, V] logits exist only where there is no head to read."""
-        options = {"temperature": temperature, "return_entropy": True}
-        if self.head is None:
-            return logprobs_from_logits(self.x, labels, **options)
-        weight = self.head.weight
-        options |= self.head.kwargs()
-        return logprobs_from_hidden(self.x.to(weight.dtype), weight, labels, **options)
-
-    def log_softmax(self, rows: slice, temperature: float) -> Tensor:
-        z = self.x[rows] if self.head is None else self.head.logits(self.x[rows])
-        return (upcast(z) / temperature).log_softmax(-1)
+    def logits(self, rows: slice) -> Tensor:
+        return self.x[rows] if self.head is None else self.head.logits(self.x[rows])
 
 
 class Reader:
-    """Asks a model for States: any LM; for values, one of ppo_kernels.models or any module whose
-    forward returns (logits, .., values). adapter: what peft is switched to for that time.
+    """Asks a model: any LM; for values, one of ppo_kernels.models or any module whose forward
+    returns (logits, .., values). adapter: what peft is switched to for that time.
     """
 
-    def __init__(self, model: nn.Module, bf16: bool, adapter: str | None = None) -> None:
-        self.model, self.bf16, self.adapter = model, bf16, adapter
+    def __init__(
+        self, model: nn.Module, bf16: bool, dtype: torch.dtype, adapter: str | None = None
+    ) -> None:
+        self.model, self.bf16, self.dtype, self.adapter = model, bf16, dtype, adapter
         try:
             lm_head(model)
             self.has_head = True
         except ValueError:
             self.has_head = False
 
-    def __call__(self, batch: Batch, with_values: bool = False) -> States:
+    def __call__(self, batch: Batch, temperature: float, with_values: bool = False) -> Said:
         inputs, head, values = batch.inputs(), None, None
         autocast = torch.autocast(batch.at.device.type, torch.bfloat16, enabled=self.bf16)
         with autocast, modes.adapter(self.model, self.adapter):
-            if not self.has_head:
-                out = self.model(**inputs)
-                x, values = out.logits if hasattr(out, "logits") else out[0], out[-1]
-                if x is None:
-                    kind = type(self.model).__name__
-                    raise ValueError(f"{kind} returns no logits: give the model inside it instead")
-            else:
+            if self.has_head:
                 inputs.pop("position_ids", None)  # counted from attention_mask where they are taken
                 if with_values:
                     x, values, _ = self.model(**inputs)
                 else:
                     x = hidden_states(self.model, **inputs)
-                head = self._head()
+                head = lm_head(self.model)
+                if self.bf16:
+                    weight, bias = (
+                        t if t is None else t.bfloat16() for t in (head.weight, head.bias)
+                    )
+                    head = dataclasses.replace(head, weight=weight, bias=bias)
+            else:
+                out = self.model(**inputs)
+                x, values = out.logits if hasattr(out, "logits") else out[0], out[-1]
+                if x is None:
+                    kind = type(self.model).__name__
+                    raise ValueError(f"{kind} returns no logits: give the model inside it instead")
         x = x.flatten(0, 1).index_select(0, batch.at)
-        values = upcast(values.reshape(batch.input_ids.shape)) if with_values else None
-        return States(x, head, values)
-
-    def _head(self) -> LMHead:
-        head = lm_head(self.model)
-        dtype = torch.bfloat16 if self.bf16 else head.weight.dtype
-        bias = None if head.bias is None else head.bias.to(dtype)
-        return dataclasses.replace(head, weight=head.weight.to(dtype), bias=bias)
+        options = {"temperature": temperature, "return_entropy": True}
+        if head is None:
+            said = logprobs_from_logits(x, batch.labels, **options)
+        else:
+            x, options = x.to(head.weight.dtype), options | head.kwargs()
+            said = logprobs_from_hidden(x, head.weight, batch.labels, **options)
+        tokens = dict(zip(("logprobs", "entropy"), said))
+        if with_values:
+            values = upcast(values.reshape(batch.input_ids.shape))
+            tokens["values"] = values.flatten()[batch.at]
+        tokens = {name: batch.scatter(y.to(self.dtype)) for name, y in tokens.items()}
+        return Said(tokens, values, x, head)
 
 
 @torch.no_grad()
-def full_kl(policy: States, ref: States, temperature: float) -> Tensor:
+def full_kl(policy: Said, ref: Said, temperature: float) -> Tensor:
     """[n]: `sum_v p_v (ln p_v - ln q_v)`; at most about 64 MB of logits at a time."""
-    n, V = len(policy.x), policy.x.shape[-1] if policy.head is None else len(policy.head.weight)
-    other = ref.x.shape[-1] if ref.head is None else len(ref.head.weight)
+    V, other = (said.logits(slice(0)).shape[-1] for said in (policy, ref))
     if other != V:
         raise ValueError(f"kl_penalty='full' needs one vocabulary, got {V} and {other} tokens")
-    step = max(1, CHUNK_ELEMENTS // V)
     parts = [upcast(policy.x.new_zeros(0))]
-    for rows in (slice(start, start + step) for start in range(0, n, step)):
-        p, q = (states.log_softmax(rows, temperature) for states in (policy, ref))
+    step = max(1, CHUNK_ELEMENTS // V)
+    for start in range(0, len(policy.x), step):
+        z = (said.logits(slice(start, start + step)) for said in (policy, ref))
+        p, q = ((upcast(y) / temperature).log_softmax(-1) for y in z)
         parts.append(torch.where(p > -torch.inf, p.exp() * (p - q), 0).sum(-1))
     return torch.cat(parts)

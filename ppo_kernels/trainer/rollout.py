@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from ppo_kernels.models import position_ids
 from ppo_kernels.ops._checks import choice
 
 
@@ -18,7 +20,7 @@ class Batch:
     input_ids, attention_mask, position_ids [B, L]; lengths [B]. mask [B, L-1]: True at j if token
     j+1 is an action, so that `logprobs[:, j]`, `values[:, j]` and `mask[:, j]` speak of the same
     one. `labels` [n]: the response tokens, row by row; `at` [n]: flat positions in [B, L] of the
-    states they are chosen in; `ends` [B]: of the last tokens. Seq2seq: L is the decoder's length.
+    states they are chosen in. Seq2seq: L is the decoder's length.
     """
 
     input_ids: Tensor
@@ -28,7 +30,6 @@ class Batch:
     mask: Tensor
     labels: Tensor
     at: Tensor
-    ends: Tensor
     encoder_input_ids: Tensor | None = None
     encoder_attention_mask: Tensor | None = None
 
@@ -58,53 +59,49 @@ def collate(
     padding_side: str = "left",
     response_masks: Sequence[Tensor] | None = None,
     *,
-    encoder_queries: Sequence[Tensor] | None = None,
+    start_token_id: int | None = None,
 ) -> Batch:
     """Pad `cat(query, response)` and mark its actions.
 
     queries, responses: 1-D integer tensors; a response may be empty. response_masks: like the
     responses, 0 where a token is not an action (tool output). Everything comes from lengths: the
     pad id only fills, so pad == eos is harmless. position_ids count from the first real token.
-    encoder_queries (seq2seq): what the encoder reads; queries then hold the decoder's start.
+    start_token_id (seq2seq): what the decoder reads before a response; queries are the encoder's.
     """
     choice("padding_side", padding_side, ("left", "right"))
     for i, q in enumerate(queries):
         if not len(q):
             raise ValueError(f"queries[{i}] is empty: the first action needs a token before it")
-    rows = [torch.cat(pair) for pair in zip(queries, responses)]
-    input_ids, index, real = _pad(rows, pad_token_id, padding_side)
-    (B, L), lengths = input_ids.shape, real.sum(-1)
-    first = torch.tensor([len(q) for q in queries], dtype=torch.int64)
-    response = real & (index >= first[:, None])
-    action = response.clone()
+    encoder = queries
+    if start_token_id is not None:
+        queries = [torch.tensor([start_token_id])] * len(responses)
+    kinds = [torch.full_like(q, 1) for q in queries], [torch.full_like(r, 2) for r in responses]
+    input_ids = _pad(padding_side, pad_token_id, queries, responses)
+    kind = _pad(padding_side, 0, *kinds)
+    real, response = (kind > 0).long(), kind == 2
+    action, tokens = response.clone(), response.flatten().nonzero().squeeze(-1)
     if response_masks:
         action[response] = torch.cat([torch.as_tensor(m).bool().cpu() for m in response_masks])
-    tokens = response.flatten().nonzero().squeeze(-1)
     batch = Batch(
         input_ids=input_ids,
-        attention_mask=real.long(),
-        position_ids=index.clamp(min=0),
-        lengths=lengths,
+        attention_mask=real,
+        position_ids=position_ids(real),
+        lengths=real.sum(-1),
         mask=action[:, 1:],
         labels=input_ids.flatten()[tokens],
         at=tokens - 1,
-        ends=torch.arange(B) * L - index[:, 0] + lengths - 1,
     )
-    if encoder_queries is not None:
-        batch.encoder_input_ids, _, real = _pad(encoder_queries, pad_token_id, "right")
-        batch.encoder_attention_mask = real.long()
+    if start_token_id is not None:
+        batch.encoder_input_ids = _pad("right", pad_token_id, encoder)
+        ones = [torch.ones_like(q) for q in encoder]
+        batch.encoder_attention_mask = _pad("right", 0, ones)
     return batch
 
 
-def _pad(rows: Sequence[Tensor], fill: int, side: str) -> tuple[Tensor, Tensor, Tensor]:
-    """([B, L] ids, [B, L] index of each token in its row, [B, L] whether it is one); L >= 1."""
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)[:, None]
-    L = max([1, *map(len, rows)])
-    index = torch.arange(L).expand(len(rows), L) - (L - lengths) * (side == "left")
-    real = (index >= 0) & (index < lengths)
-    ids = torch.full(real.shape, fill, dtype=torch.int64)
-    ids[real] = torch.cat([ids.new_empty(0), *(row.long().cpu() for row in rows)])
-    return ids, index, real
+def _pad(side: str, fill: int, *columns: Sequence[Tensor]) -> Tensor:
+    """[B, L] int64 of the columns, joined row by row; L >= 1, also of no rows."""
+    rows = [torch.cat(row).long().cpu() for row in zip(*columns)]
+    return pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, fill, side)[:-1]
 
 
 # [B, T] of what is scored, and of what is made of it.

@@ -5,19 +5,21 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ppo_kernels import compute_rewards, gae, kl_penalty, masked_whiten, modes, ppo_loss
 from ppo_kernels.ranks import BatchOrder, Ranks
 from ppo_kernels.trainer import checkpoint, stats
 from ppo_kernels.trainer.config import KL_KINDS, PPOConfig
 from ppo_kernels.trainer.control import AdaptiveKLController, FixedKLController, RunningMoments
-from ppo_kernels.trainer.forward import Reader, States, full_kl
+from ppo_kernels.trainer.forward import Reader, full_kl
 from ppo_kernels.trainer.inputs import InputChecker
 from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, Rollout, collate
 
@@ -30,6 +32,11 @@ PLAIN_SAMPLING = {
     **{"min_p": (None,), "typical_p": (1.0,), "repetition_penalty": (1.0,)},
     **{"no_repeat_ngram_size": (0,), "min_length": (0, -1, None), "min_new_tokens": (None, 0)},
 }
+# Settings that ppo_loss has under the same name.
+LOSS_SETTINGS = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value")
+LOSS_SETTINGS += ("vf_coef", "ent_coef")
+# Attributes with a state of their own.
+STATEFUL = ("optimizer", "lr_scheduler", "kl_ctl", "running")
 
 
 class PPOTrainer:
@@ -70,13 +77,13 @@ class PPOTrainer:
         self.config = cfg = dataclasses.replace(config)
         self.model, self.tokenizer, self.lr_scheduler = model, tokenizer, lr_scheduler
         first = next(model.parameters(), torch.empty(0))
-        self.device = first.device
-        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self.device, self.dtype = first.device, torch.promote_types(first.dtype, torch.float32)
         self.ranks = Ranks(group, self.device)
         self._set_tokens(pad_token_id)
         ref, self.reference = modes.reference_policy(model, ref_model, reference)
         self.ref_model = None if ref is model else ref
-        self._policy, self._ref = Reader(model, cfg.bf16), Reader(ref, cfg.bf16, self.reference)
+        self._policy = Reader(model, cfg.bf16, self.dtype)
+        self._ref = Reader(ref, cfg.bf16, self.dtype, self.reference)
         if self._policy.has_head and not hasattr(model, "value_parameters"):
             raise TypeError(
                 f"model has no values: wrap the {type(model).__name__} in ppo_kernels.models."
@@ -96,9 +103,7 @@ class PPOTrainer:
         self.dataloader = None
         if dataset is not None:
             order, collator = self._order(len(dataset)), data_collator or _columns
-            self.dataloader = torch.utils.data.DataLoader(
-                dataset, batch_sampler=order, collate_fn=collator
-            )
+            self.dataloader = DataLoader(dataset, batch_sampler=order, collate_fn=collator)
 
     def _set_tokens(self, pad_token_id: int | None) -> None:
         owners = (self.tokenizer, getattr(self.model, "generation_config", None))
@@ -121,10 +126,9 @@ class PPOTrainer:
             )
 
     def _set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        cfg = self.config
-        lr, value_lr = cfg.learning_rate, cfg.value_learning_rate
+        lr, value_lr = self.config.learning_rate, self.config.value_learning_rate
         values = set(getattr(self.model, "value_parameters", list)())
-        if not values and (value_lr is not None or cfg.critic_warmup_steps):
+        if not values and (value_lr is not None or self.config.critic_warmup_steps):
             raise ValueError(
                 "value_learning_rate and critic_warmup_steps need a model with value_parameters()"
             )
@@ -174,8 +178,8 @@ class PPOTrainer:
             return []
         room = ("max_new_tokens", gen_kwargs.get("max_new_tokens") or 1)
         prompts = [self.inputs.query(f"queries[{i}]", q, *room) for i, q in enumerate(queries)]
-        empty = torch.empty(0, dtype=torch.int64)
-        batch = collate(prompts, [empty] * len(prompts), self.pad_token_id).to(self.device)
+        batch = collate(prompts, [q[:0] for q in prompts], self.pad_token_id).to(self.device)
+        ids, attention = batch.input_ids, batch.attention_mask
         options = {"temperature": self.config.temperature, "pad_token_id": self.pad_token_id}
         options |= {"eos_token_id": self.eos_ids} if self.eos_ids else {}
         options |= {name: plain[0] for name, plain in PLAIN_SAMPLING.items()}
@@ -184,9 +188,8 @@ class PPOTrainer:
         devices = [self.device] if self.device.type == "cuda" else []
         with modes.without_dropout(self.model), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            ids, attention = batch.input_ids, batch.attention_mask
             out = self.model.generate(input_ids=ids, attention_mask=attention, **options).cpu()
-        first = 0 if self.start_token_id is None else 1
+        first = int(self.start_token_id is not None)
         out = out if first else out[:, ids.shape[1] :]
         eos = torch.tensor(options.get("eos_token_id") or [], dtype=out.dtype).reshape(-1)
         ended = torch.isin(out[:, first:], eos).long()
@@ -230,19 +233,18 @@ class PPOTrainer:
         + KL penalty -> optional whitening. Of the trainer, only the running moments move.
         """
         x = self.ranks.together(lambda: self.inputs(queries, responses, scores, **options))
-        full = self._collate(x["queries"], x["responses"], x["response_masks"])
-        kind = {"device": self.device, "dtype": self.dtype}
-        fields = {name: torch.zeros(full.mask.shape, **kind) for name in TOKEN_FIELDS}
-        fields["token_scores"] = full.scatter(x["token_scores"].to(**kind))
-        fields["rollout_logprobs"] = full.scatter(x["rollout_logprobs"].to(**kind))
-        fields["raw_scores"] = fields["scores"] = x["scores"].to(**kind)
+        batch = self._collate(x["queries"], x["responses"], x["response_masks"])
+        zeros = torch.zeros(batch.mask.shape, dtype=self.dtype, device=self.device)
+        fields = {name: zeros.clone() for name in TOKEN_FIELDS}
+        for name in ("token_scores", "rollout_logprobs"):
+            fields[name] = batch.scatter(x[name].to(zeros))
+        fields["raw_scores"] = fields["scores"] = x["scores"].to(zeros)
         fields["bootstrap"] = torch.zeros_like(fields["scores"])
         fields |= {name: x[name].to(self.device) for name in ("finished", "truncated")}
-        ro = Rollout(x["queries"], x["responses"], full.mask, **fields)
+        ro = Rollout(x["queries"], x["responses"], batch.mask, **fields)
         with modes.without_dropout(self.model, self.ref_model):
-            for rows in self._micro_batches(ro, range(len(ro))):
-                self._score(ro, rows)
-        self._shape_scores(ro)
+            for rows, part, batch in self._micro_batches(ro, range(len(ro))):
+                self._score(ro, rows, part, batch)
         self._add_rewards(ro)
         self.compute_advantages(ro)
         return ro
@@ -250,85 +252,69 @@ class PPOTrainer:
     def _collate(
         self, queries: list[Tensor], responses: list[Tensor], masks: list[Tensor] | None = None
     ) -> Batch:
-        """collate for this model, on its device, padded on the right: positions need no care."""
-        encoder = None
-        if self.start_token_id is not None:
-            encoder, queries = queries, [torch.tensor([self.start_token_id])] * len(queries)
-        pad = self.pad_token_id
-        batch = collate(queries, responses, pad, "right", masks, encoder_queries=encoder)
+        """On the model's device, padded on the right, where positions need no care."""
+        start, pad = self.start_token_id, self.pad_token_id
+        batch = collate(queries, responses, pad, "right", masks, start_token_id=start)
         return batch.to(self.device)
 
-    def _micro_batches(self, ro: Rollout, rows: Iterable[int]) -> list[list[int]]:
-        """rows in parts that fit into memory, each of rows about as long, to pad little."""
+    def _parts(self, rows: list[Any]) -> list[list[Any]]:
+        """Rows that a forward has memory for."""
+        size = self.config.micro_batch_size or self.config.mini_batch_size
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+    def _micro_batches(
+        self, ro: Rollout, rows: Iterable[int]
+    ) -> Iterator[tuple[list[int], Rollout, Batch]]:
+        """(rows, these of ro, collated) in parts of rows about as long, to pad little."""
         rows = sorted(rows, key=lambda i: len(ro.queries[i]) + len(ro.responses[i]))
-        return _split(rows, self.config.micro_batch_size or self.config.mini_batch_size)
+        for some in self._parts(rows):
+            part = ro[some]
+            batch = self._collate(part.queries, part.responses)
+            yield some, part.widen(batch.mask.shape[1]).to(self.device), batch
 
-    def _ask(
-        self, queries: list[Tensor], responses: list[Tensor]
-    ) -> tuple[Batch, States, dict[str, Tensor]]:
-        """What the policy now says about responses: logprobs, entropy, values [B, T]."""
-        batch = self._collate(queries, responses)
-        states = self._policy(batch, with_values=True)
-        logprobs, entropy = states.logprobs(batch.labels, self.config.temperature)
-        values = states.values.flatten()[batch.at]
-        said = {"logprobs": logprobs, "entropy": entropy, "values": values}
-        return batch, states, {k: batch.scatter(x.to(self.dtype)) for k, x in said.items()}
-
-    def _score(self, ro: Rollout, rows: list[int]) -> None:
+    def _score(self, ro: Rollout, rows: list[int], part: Rollout, batch: Batch) -> None:
         """Fill in what policy and reference say about some rows."""
         cfg, kind = self.config, KL_KINDS[self.config.kl_penalty]
-        texts = ([ro.queries[i] for i in rows], [ro.responses[i] for i in rows])
-        batch, policy, said = self._ask(*texts)
-        ref = self._ref(batch)
-        ref_logprobs, _ = ref.logprobs(batch.labels, cfg.temperature)
-        said["ref_logprobs"] = batch.scatter(ref_logprobs.to(self.dtype))
+        policy = self._policy(batch, cfg.temperature, with_values=True)
+        ref = self._ref(batch, cfg.temperature)
+        said = policy.tokens | {"ref_logprobs": ref.tokens["logprobs"]}
         if kind == "full":
-            kl = full_kl(policy, ref, cfg.temperature)
-            said["kl"] = batch.scatter(kl.to(self.dtype))
+            said["kl"] = batch.scatter(full_kl(policy, ref, cfg.temperature).to(self.dtype))
         else:
             said["kl"] = kl_penalty(said["logprobs"], said["ref_logprobs"], kind)
-        T = batch.mask.shape[1]
         for name, x in said.items():
-            getattr(ro, name)[rows, :T] = torch.where(ro.mask[rows, :T], x, 0)
+            getattr(ro, name)[rows, : x.shape[1]] = torch.where(part.mask, x, 0)
         if cfg.bootstrap_truncated:
             # The forward has read the last token too, so V of the state after it is at hand.
-            after = policy.values.flatten()[batch.ends]
-            ro.bootstrap[rows] = torch.where(ro.truncated[rows], after, 0)
+            after = policy.values.gather(-1, batch.lengths[:, None] - 1).squeeze(-1)
+            ro.bootstrap[rows] = torch.where(part.truncated, after, 0).to(self.dtype)
 
-    def _shape_scores(self, ro: Rollout) -> None:
-        """Raw scores -> running scale -> clip -> missing-EOS penalty."""
-        cfg, scores = self.config, ro.raw_scores.double()
+    def _add_rewards(self, ro: Rollout) -> None:
+        """Scores and rewards, in the order that `rollout` tells."""
+        cfg, scores, group = self.config, ro.raw_scores.double(), self.ranks.group
         if cfg.use_score_scaling:
-            batch = RunningMoments()
-            batch.update(scores[ro.mask.any(-1)])
-            for state in self.ranks.gather(batch.state_dict()):
-                self.running.merge(**state)
+            for scored in self.ranks.gather(scores[ro.mask.any(-1)].tolist()):
+                self.running.update(scored)
             shift = self.running.mean if cfg.use_score_norm else 0.0
             scores = (scores - shift) / self.running.std
         if cfg.score_clip is not None:
             scores = scores.clamp(-cfg.score_clip, cfg.score_clip)
         ro.scores = (scores - (cfg.missing_eos_penalty or 0.0) * ~ro.finished).to(self.dtype)
-
-    def _add_rewards(self, ro: Rollout) -> None:
-        """Scores and the KL penalty, on top of the rewards that were given per token."""
-        cfg, beta, kind = self.config, self.kl_ctl.value, KL_KINDS[self.config.kl_penalty]
-        given = ro.token_scores
+        given, beta, kind = ro.token_scores, self.kl_ctl.value, KL_KINDS[cfg.kl_penalty]
         if kind == "full":  # no function of the two log-probs, so it goes in per token
             given, beta, kind = given - beta * ro.kl, 0.0, "k1"
         options = {"kl_coef": beta, "kl_penalty": kind, "kl_placement": cfg.kl_placement}
         options["token_rewards"] = given
         ro.rewards = compute_rewards(ro.scores, ro.logprobs, ro.ref_logprobs, ro.mask, **options)
         if cfg.whiten_rewards:
-            group = self.ranks.group
             ro.rewards = masked_whiten(ro.rewards, ro.mask, shift_mean=False, group=group)
 
     def compute_advantages(self, rollout: Rollout) -> None:
         """Set rollout.returns and .advantages (whitened over all ranks) from its rewards."""
-        cfg, ro = self.config, rollout
+        cfg, ro, group = self.config, rollout, self.ranks.group
         options = {"gamma": cfg.gamma, "lam": cfg.lam, "bootstrap": ro.bootstrap}
         ro.advantages, ro.returns, sums = gae(ro.rewards, ro.values, ro.mask, **options)
         if cfg.whiten_advantages:
-            group = self.ranks.group
             ro.advantages = masked_whiten(ro.advantages, ro.mask, stats=sums, group=group)
 
     # -------------------------------------------------------------------------------- update
@@ -369,8 +355,8 @@ class PPOTrainer:
         self.optimizer.zero_grad(set_to_none=True)  # whatever others left there
         models = [self.model] if cfg.disable_dropout else []
         with modes.without_dropout(*models, training=True):
-            for rows, texts, totals in plan:
-                done.append(self._backward(rollout, rows, texts, totals))
+            for rows, texts in plan:
+                done.append(self._backward(rollout, rows, texts))
                 if done[-1]["verdict"] == "step":
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
@@ -378,7 +364,6 @@ class PPOTrainer:
                     break
         out = stats.of_rollout(rollout, self.kl_ctl.value, self.ranks)
         out |= stats.of_update(done, len(plan) // cfg.ppo_epochs)
-        stats.warn_of_negative_kl(out)
         out["ppo/learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         kl = "objective/kl" if cfg.kl_unit == "sequence" else "objective/kl_per_token"
         self.kl_ctl.update(out[kl], int(out["tokens/responses"]))
@@ -386,45 +371,36 @@ class PPOTrainer:
             self.lr_scheduler.step()
         self.step_count += 1
         self.samples += int(out["tokens/responses"])
+        stats.report(out, cfg, first=self.step_count == 1 and self.ranks.rank == 0)
         out["time/ppo/optimize_step"] = time.perf_counter() - began
-        if self.step_count == 1 and self.ranks.rank == 0:
-            print(stats.self_check(out, cfg))
         return out
 
-    def _minibatches(
-        self, ro: Rollout, ptx: list[Any]
-    ) -> list[tuple[list[int], list[Any], list[float]]]:
-        """Of all passes: rows with an action, ptx rows, [actions, responses, ptx tokens].
-
-        The last are counts over all ranks: the denominators of the losses.
-        """
-        cfg, B = self.config, len(ro)
-        n = int(self.ranks.max(torch.tensor(-(-B // cfg.mini_batch_size), device=self.device)))
-        actions, plan, totals = ro.mask.sum(-1).cpu(), [], []
+    def _minibatches(self, ro: Rollout, ptx: list[Any]) -> list[tuple[list[int], list[Any]]]:
+        """Of all passes: rows with an action, and ptx rows; as many on every rank."""
+        cfg, B, live = self.config, len(ro), ro.mask.any(-1).tolist()
+        size, plan = cfg.mini_batch_size, []
+        n = int(self.ranks.max(torch.tensor(-(-B // size), device=self.device)))
         for _ in range(cfg.ppo_epochs):
-            order = torch.randperm(B, generator=self.generator)
-            parts = _split(order if cfg.shuffle else torch.arange(B), cfg.mini_batch_size)
+            order = torch.randperm(B, generator=self.generator).tolist()
+            order = order if cfg.shuffle else list(range(B))
             for k in range(n):
-                rows, texts = parts[k] if k < len(parts) else order[:0], ptx[k::n]
-                rows = rows[actions[rows] > 0]
-                words = sum(int(mask.sum()) for _, _, mask in texts)
-                plan.append((rows.tolist(), texts))
-                totals.append((int(actions[rows].sum()), len(rows), words))
-        totals = self.ranks.sum(torch.tensor(totals, dtype=torch.float64, device=self.device))
-        return [(*parts, total) for parts, total in zip(plan, totals.tolist())]
+                rows = order[k * size : (k + 1) * size]
+                plan.append(([i for i in rows if live[i]], ptx[k::n]))
+        return plan
 
-    def _backward(
-        self, ro: Rollout, rows: list[int], ptx: list[Any], totals: list[float]
-    ) -> dict[str, Any]:
+    def _backward(self, ro: Rollout, rows: list[int], ptx: list[Any]) -> dict[str, Any]:
         """Gradients of one minibatch, micro-batch by micro-batch; its statistics and verdict."""
-        cfg, (tokens, _, words) = self.config, totals
-        parts = []
-        for part in self._micro_batches(ro, rows):
-            loss, numbers = self._loss(ro[part], totals)
+        cfg, parts = self.config, []
+        # Counts over all ranks: the denominators of the losses.
+        counts = (ro.mask[rows].sum(), len(rows), sum(int(mask.sum()) for _, _, mask in ptx))
+        counts = torch.tensor(counts, dtype=torch.float64, device=self.device)
+        tokens, responses, words = self.ranks.sum(counts).tolist()
+        for _, part, batch in self._micro_batches(ro, rows):
+            loss, numbers = self._loss(part, batch, tokens, responses)
             loss.backward()
             parts.append(numbers)
-        for part in _split(ptx if tokens else [], cfg.micro_batch_size or cfg.mini_batch_size):
-            loss = self._ptx_loss(part) / max(words, 1.0)
+        for texts in self._parts(ptx if tokens else []):
+            loss = self._ptx_loss(texts) / max(words, 1.0)
             (cfg.ptx_coef * loss).backward()
             parts.append({"ppo/loss/ptx": loss.detach() * tokens})
         self.ranks.sum_gradients(self.parameters)
@@ -435,41 +411,32 @@ class PPOTrainer:
         if cfg.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, cfg.max_grad_norm, norm)
         out = stats.of_minibatch([*parts, {"ppo/grad_norm": norm}], self.ranks)
-        out |= {"tokens": tokens}
+        out["tokens"] = tokens
         return out | {"verdict": stats.verdict(out, cfg)}
 
-    def _loss(self, old: Rollout, totals: list[float]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, old: Rollout, batch: Batch, tokens: float, responses: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's part of the minibatch's loss, and its statistics."""
         cfg = self.config
-        batch, _, new = self._ask(old.queries, old.responses)
-        old = old.widen(batch.mask.shape[1]).to(self.device)
-        names = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value")
-        out = ppo_loss(
-            new["logprobs"],
-            old.logprobs,
-            old.advantages,
-            old.mask,
-            values=new["values"],
-            old_values=old.values,
-            returns=old.returns,
-            entropy=new["entropy"] if cfg.ent_coef else new["entropy"].detach(),
-            ref_logprobs=old.ref_logprobs,
-            rollout_logprobs=old.rollout_logprobs if cfg.rollout_is_cap else None,
-            vf_coef=cfg.vf_coef,
-            ent_coef=cfg.ent_coef,
-            kl_coef=cfg.kl_loss_coef,
-            is_cap=cfg.rollout_is_cap or 1.0,
-            reduction="sum" if cfg.loss_divisor else cfg.loss_agg_mode,
-            normalizer=cfg.loss_divisor or totals[cfg.loss_agg_mode.startswith("seq")],
-            **{name: getattr(cfg, name) for name in names},
-        )
-        return out.loss, stats.of_micro_batch(out, new, old, totals[0])
+        new = self._policy(batch, cfg.temperature, with_values=True).tokens
+        terms = {"values": new["values"], "old_values": old.values, "returns": old.returns}
+        terms["entropy"] = new["entropy"] if cfg.ent_coef else new["entropy"].detach()
+        terms |= {"ref_logprobs": old.ref_logprobs, "kl_coef": cfg.kl_loss_coef}
+        if cfg.rollout_is_cap is not None:
+            terms |= {"rollout_logprobs": old.rollout_logprobs, "is_cap": cfg.rollout_is_cap}
+        count = responses if cfg.loss_agg_mode.startswith("seq") else tokens
+        terms["reduction"] = "sum" if cfg.loss_divisor else cfg.loss_agg_mode
+        terms["normalizer"] = cfg.loss_divisor or count
+        terms |= {name: getattr(cfg, name) for name in LOSS_SETTINGS}
+        out = ppo_loss(new["logprobs"], old.logprobs, old.advantages, old.mask, **terms)
+        return out.loss, stats.of_micro_batch(out, new, old, tokens)
 
     def _ptx_loss(self, rows: list[Any]) -> Tensor:
         """-sum log p over the tokens of some texts, at temperature 1."""
         batch = self._collate(*map(list, zip(*rows)))
-        logprobs, _ = self._policy(batch, with_values=True).logprobs(batch.labels, 1.0)
-        return -torch.where(batch.mask, batch.scatter(logprobs), 0).sum()
+        said = self._policy(batch, temperature=1.0, with_values=True)
+        return -torch.where(batch.mask, said.tokens["logprobs"], 0).sum()
 
     # -------------------------------------------------------------------- loop and checkpoints
 
@@ -494,8 +461,7 @@ class PPOTrainer:
         if texts and self.tokenizer is None:
             raise ValueError("prompts are texts, which needs a tokenizer, got None")
         order, history = self._order(len(prompts)), []
-        batches = (rows for _ in iter(int, 1) for rows in order)  # epoch after epoch
-        for _, rows in zip(range(steps), batches):
+        for _, rows in zip(range(steps), chain.from_iterable(repeat(order))):  # epoch after epoch
             random = self.generator.get_state()
             try:
                 sampled = self._sample([prompts[i] for i in rows], texts, reward_fn, gen_kwargs)
@@ -534,14 +500,11 @@ class PPOTrainer:
         return copy.deepcopy(self._state())
 
     def _state(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name) for name in STATEFUL}
         random = checkpoint.random_state(self.generator, self.device)
-        return {
+        return {name: part and part.state_dict() for name, part in parts.items()} | {
             "config": dataclasses.asdict(self.config),
             "model": {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad},
-            "optimizer": self.optimizer.state_dict(),
-            "lr_scheduler": self.lr_scheduler and self.lr_scheduler.state_dict(),
-            "kl_ctl": self.kl_ctl.state_dict(),
-            "running": self.running.state_dict(),
             "counts": {"step_count": self.step_count, "samples": self.samples},
             "order": self.order.state_dict() if self.order else self._order_state,
             "frozen": self._frozen_sum,
@@ -551,7 +514,7 @@ class PPOTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where state_dict() was called; everything is checked before anything changes."""
         checkpoint.check(state, self._state())
-        for name in ("optimizer", "lr_scheduler", "kl_ctl", "running"):
+        for name in STATEFUL:
             if state[name] is not None:
                 getattr(self, name).load_state_dict(state[name])
         with torch.no_grad():
@@ -573,10 +536,6 @@ class PPOTrainer:
     def load_checkpoint(self, path: str | Path) -> None:
         """load_state_dict of a file that save_checkpoint wrote."""
         self.load_state_dict(checkpoint.read(Path(path)))
-
-
-def _split(rows: Sequence[Any], size: int) -> list[Any]:
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

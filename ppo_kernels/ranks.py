@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,9 +89,8 @@ class Ranks:
 class BatchOrder:
     """Batches of row numbers: a permutation of n per epoch, and of each batch this rank's part.
 
-    Iterating goes on where it stopped, also in the middle of an epoch: the order depends only on
-    (seed, epoch), so `epoch` and `cursor` are the whole state. Rows left over wait for the next
-    permutation.
+    Iterating goes on at `place`, also in the middle of an epoch, and moves it: the order depends
+    only on (seed, epoch), so it is the whole state. Rows left over wait for the next permutation.
     """
 
     n: int
@@ -100,8 +99,7 @@ class BatchOrder:
     shuffle: bool
     rank: int
     size: int
-    epoch: int = 0
-    cursor: int = 0
+    place: dict[str, int] = field(default_factory=lambda: {"epoch": 0, "cursor": 0})
 
     def __post_init__(self) -> None:
         if not len(self):
@@ -110,19 +108,17 @@ class BatchOrder:
                 f"{self.size} rank(s)"
             )
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "cursor": self.cursor}
-
     def __len__(self) -> int:
         return self.n // (self.batch_size * self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The rest of this epoch."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        place = self.place
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + place["epoch"])
         order = torch.randperm(self.n, generator=generator).tolist()
         order = order if self.shuffle else list(range(self.n))
-        while self.cursor < len(self):
-            start = (self.cursor * self.size + self.rank) * self.batch_size
-            self.cursor += 1
+        while place["cursor"] < len(self):
+            start = (place["cursor"] * self.size + self.rank) * self.batch_size
+            place["cursor"] += 1
             yield order[start : start + self.batch_size]
-        self.epoch, self.cursor = self.epoch + 1, 0
+        place.update(epoch=place["epoch"] + 1, cursor=0)

@@ -409,11 +409,9 @@ def run(out: Path, file: Path | None, resume: bool, flags: dict[str, Any]) -> No
     function = RewardFunction(settings.reward)
     function.check(prompts)
     model_config, tokenizer = read_model(settings.model)
-    seq2seq = model_config.is_encoder_decoder
-    start = model_config.decoder_start_token_id if seq2seq else None
-    limits = InputChecker(config, model_config, [], start)
+    limits = InputChecker(config, model_config)
     queries = tokenize(tokenizer, prompts, settings.prompts, limits, settings.max_new_tokens)
-    trainer = make_trainer(settings.model, config, seq2seq, tokenizer)
+    trainer = make_trainer(settings.model, config, model_config.is_encoder_decoder, tokenizer)
     if resume:
         go_on(trainer, out / "checkpoint.pt", changed)
     out.mkdir(parents=True, exist_ok=True)

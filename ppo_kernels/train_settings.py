@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppo_kernels._errors import UserError
-from ppo_kernels.trainer.config import CHOICES, RENAMED, PPOConfig
+from ppo_kernels.trainer.config import CHOICES, PPOConfig
 
 # Going on with another value of these would change nothing, or lose the place in the prompts.
 FIXED = ("seed", "shuffle", "batch_size", "init_kl_coef")
@@ -41,6 +41,22 @@ class RunSettings:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
+# What other trainers call it -> what it is called here.
+RENAMED = {
+    "forward_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "mini_batch_size (one optimizer step) and micro_batch_size",
+    "num_mini_batches": "mini_batch_size",
+    "num_ppo_epochs": "ppo_epochs",
+    "kl_coef": "init_kl_coef, with adap_kl_ctrl=False",
+    "kl_estimator": "kl_penalty",
+    "clip_ratio_low": "cliprange",
+    "clip_ratio_high": "cliprange_high",
+    "clip_ratio_c": "dual_clip",
+    "lambd": "lam",
+    "gae_lambda": "lam",
+    "eps_clip": "cliprange",
+    "clip_range": "cliprange",
+}
 # Fields for data that the command line has no way to give.
 PYTHON_ONLY = ("ptx_coef", "rollout_is_cap")
 FIELDS = {

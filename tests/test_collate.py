@@ -118,7 +118,7 @@ def test_24_batch_order_goes_on_where_it_was() -> None:
     first = order()
     begun = next(iter(first))
     resumed = order()
-    resumed.epoch, resumed.cursor = first.epoch, first.cursor
+    resumed.place.update(first.place)
     assert [begun, *resumed] == epochs[0] and list(resumed) == epochs[1]
 
 

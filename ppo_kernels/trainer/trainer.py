@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from ppo_kernels import compute_rewards, gae, kl_penalty, masked_whiten, modes, ppo_loss
 from ppo_kernels.ranks import BatchOrder, Ranks
@@ -32,10 +31,8 @@ PLAIN_SAMPLING = {
     **{"min_p": (None,), "typical_p": (1.0,), "repetition_penalty": (1.0,)},
     **{"no_repeat_ngram_size": (0,), "min_length": (0, -1, None), "min_new_tokens": (None, 0)},
 }
-# Settings that ppo_loss has under the same name.
-LOSS_SETTINGS = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value")
-LOSS_SETTINGS += ("vf_coef", "ent_coef")
-# Attributes with a state of their own.
+# Settings of ppo_loss, and attributes with a state of their own.
+LOSS = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value", "vf_coef", "ent_coef")
 STATEFUL = ("optimizer", "lr_scheduler", "kl_ctl", "running")
 
 
@@ -82,8 +79,7 @@ class PPOTrainer:
         self._set_tokens(pad_token_id)
         ref, self.reference = modes.reference_policy(model, ref_model, reference)
         self.ref_model = None if ref is model else ref
-        self._policy = Reader(model, cfg.bf16, self.dtype)
-        self._ref = Reader(ref, cfg.bf16, self.dtype, self.reference)
+        self._policy, self._ref = Reader(model, cfg.bf16), Reader(ref, cfg.bf16, self.reference)
         if self._policy.has_head and not hasattr(model, "value_parameters"):
             raise TypeError(
                 f"model has no values: wrap the {type(model).__name__} in ppo_kernels.models."
@@ -98,8 +94,7 @@ class PPOTrainer:
         self.running = RunningMoments()
         self.generator = torch.Generator().manual_seed(cfg.seed + 100_003 * self.ranks.rank)
         self.step_count = self.samples = 0
-        self.order: BatchOrder | None = None
-        self._order_state: dict[str, int] = {}
+        self.place = {"epoch": 0, "cursor": 0}  # in the data
         self.dataloader = None
         if dataset is not None:
             order, collator = self._order(len(dataset)), data_collator or _columns
@@ -109,29 +104,21 @@ class PPOTrainer:
         owners = (self.tokenizer, getattr(self.model, "generation_config", None))
         eos = [getattr(owner, "eos_token_id", None) for owner in owners]
         self.eos_ids = sorted({i for e in eos for i in ([e] if isinstance(e, int) else e or [])})
-        config = getattr(self.model, "config", None)
-        V = getattr(config, "vocab_size", None) or math.inf
+        self.inputs = InputChecker(self.config, getattr(self.model, "config", None), self.eos_ids)
+        V = self.inputs.vocab_size
         if pad_token_id is not None and not 0 <= pad_token_id < V:
             raise ValueError(f"pad_token_id must be in [0, {V}), got {pad_token_id}")
         # It only fills, so a tokenizer's own that the model has no row for is passed over.
         pads = (pad_token_id, getattr(self.tokenizer, "pad_token_id", None), *self.eos_ids, 0)
         self.pad_token_id = next(p for p in pads if p is not None and 0 <= p < V)
-        seq2seq = getattr(config, "is_encoder_decoder", False)
-        self.start_token_id = config.decoder_start_token_id if seq2seq else None
-        self.inputs = InputChecker(self.config, config, self.eos_ids, self.start_token_id)
         if self.config.missing_eos_penalty is not None and not self.eos_ids:
-            raise ValueError(
-                "missing_eos_penalty needs an EOS id: give a tokenizer with eos_token_id, or set "
-                "model.generation_config.eos_token_id"
-            )
+            raise ValueError("missing_eos_penalty needs an EOS id: tokenizer and model have none")
 
     def _set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         lr, value_lr = self.config.learning_rate, self.config.value_learning_rate
         values = set(getattr(self.model, "value_parameters", list)())
         if not values and (value_lr is not None or self.config.critic_warmup_steps):
-            raise ValueError(
-                "value_learning_rate and critic_warmup_steps need a model with value_parameters()"
-            )
+            raise ValueError("value_learning_rate, critic_warmup_steps need model.value_parameters")
         if optimizer is not None and value_lr is not None:
             raise ValueError("value_learning_rate is for the default optimizer, got an optimizer")
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -143,7 +130,7 @@ class PPOTrainer:
                 "with dtype=torch.float32, and set bf16=True for speed"
             )
         if optimizer is None:
-            policy = {"params": [p for p in trainable if p not in values], "lr": lr}
+            policy = {"params": [p for p in trainable if p not in values]}
             value = {"params": [p for p in trainable if p in values]}
             value["lr"] = lr if value_lr is None else value_lr
             groups = [group for group in (policy, value) if group["params"]]
@@ -154,12 +141,9 @@ class PPOTrainer:
         self._policy_parameters = [p for p in self.parameters if p not in values]
 
     def _order(self, n: int) -> BatchOrder:
-        """The order of n rows; the place in it survives checkpoints."""
-        if self.order is None or self.order.n != n:
-            cfg, ranks = self.config, self.ranks
-            options = (cfg.batch_size, cfg.seed, cfg.shuffle, ranks.rank, ranks.size)
-            self.order, self._order_state = BatchOrder(n, *options, **self._order_state), {}
-        return self.order
+        """The order of n rows, from self.place on, which survives checkpoints."""
+        cfg, ranks, place = self.config, self.ranks, self.place
+        return BatchOrder(n, cfg.batch_size, cfg.seed, cfg.shuffle, ranks.rank, ranks.size, place)
 
     # ------------------------------------------------------------------------------ sampling
 
@@ -180,16 +164,15 @@ class PPOTrainer:
         prompts = [self.inputs.query(f"queries[{i}]", q, *room) for i, q in enumerate(queries)]
         batch = collate(prompts, [q[:0] for q in prompts], self.pad_token_id).to(self.device)
         ids, attention = batch.input_ids, batch.attention_mask
-        options = {"temperature": self.config.temperature, "pad_token_id": self.pad_token_id}
-        options |= {"eos_token_id": self.eos_ids} if self.eos_ids else {}
-        options |= {name: plain[0] for name, plain in PLAIN_SAMPLING.items()}
-        options |= {"use_cache": True} | gen_kwargs
+        options = {name: plain[0] for name, plain in PLAIN_SAMPLING.items()} | {"use_cache": True}
+        options |= {"eos_token_id": self.eos_ids or None, "pad_token_id": self.pad_token_id}
+        options |= {"temperature": self.config.temperature} | gen_kwargs
         seed = int(torch.randint(2**62, (1,), generator=self.generator))
         devices = [self.device] if self.device.type == "cuda" else []
         with modes.without_dropout(self.model), torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             out = self.model.generate(input_ids=ids, attention_mask=attention, **options).cpu()
-        first = int(self.start_token_id is not None)
+        first = int(self.inputs.start is not None)
         out = out if first else out[:, ids.shape[1] :]
         eos = torch.tensor(options.get("eos_token_id") or [], dtype=out.dtype).reshape(-1)
         ended = torch.isin(out[:, first:], eos).long()
@@ -208,11 +191,9 @@ class PPOTrainer:
             raise ValueError(f"{name} cannot be given: generate makes one sample per query, a list")
         for name in gen_kwargs.keys() & PLAIN_SAMPLING.keys():
             if gen_kwargs[name] not in PLAIN_SAMPLING[name]:
-                warnings.warn(
-                    f"generate({name}={gen_kwargs[name]!r}) samples from another distribution than "
-                    "the one whose log-probs are trained: expect negative KL and biased updates",
-                    stacklevel=3,
-                )
+                given = f"generate({name}={gen_kwargs[name]!r})"
+                biased = "samples from another policy than is trained: expect negative KL, bias"
+                warnings.warn(f"{given} {biased}", stacklevel=3)
 
     # ------------------------------------------------------------------------------- rollout
 
@@ -253,21 +234,21 @@ class PPOTrainer:
         self, queries: list[Tensor], responses: list[Tensor], masks: list[Tensor] | None = None
     ) -> Batch:
         """On the model's device, padded on the right, where positions need no care."""
-        start, pad = self.start_token_id, self.pad_token_id
+        start, pad = self.inputs.start, self.pad_token_id
         batch = collate(queries, responses, pad, "right", masks, start_token_id=start)
         return batch.to(self.device)
 
-    def _parts(self, rows: list[Any]) -> list[list[Any]]:
-        """Rows that a forward has memory for."""
+    def _split(self, rows: list[Any]) -> BatchSampler:
+        """rows in parts that fit into memory."""
         size = self.config.micro_batch_size or self.config.mini_batch_size
-        return [rows[i : i + size] for i in range(0, len(rows), size)]
+        return BatchSampler(rows, size, drop_last=False)
 
     def _micro_batches(
         self, ro: Rollout, rows: Iterable[int]
     ) -> Iterator[tuple[list[int], Rollout, Batch]]:
         """(rows, these of ro, collated) in parts of rows about as long, to pad little."""
         rows = sorted(rows, key=lambda i: len(ro.queries[i]) + len(ro.responses[i]))
-        for some in self._parts(rows):
+        for some in self._split(rows):
             part = ro[some]
             batch = self._collate(part.queries, part.responses)
             yield some, part.widen(batch.mask.shape[1]).to(self.device), batch
@@ -275,18 +256,19 @@ class PPOTrainer:
     def _score(self, ro: Rollout, rows: list[int], part: Rollout, batch: Batch) -> None:
         """Fill in what policy and reference say about some rows."""
         cfg, kind = self.config, KL_KINDS[self.config.kl_penalty]
-        policy = self._policy(batch, cfg.temperature, with_values=True)
-        ref = self._ref(batch, cfg.temperature)
-        said = policy.tokens | {"ref_logprobs": ref.tokens["logprobs"]}
+        said, values, logits = self._policy(batch, cfg.temperature, with_values=True)
+        ref, _, ref_logits = self._ref(batch, cfg.temperature)
+        said["ref_logprobs"] = ref["logprobs"]
         if kind == "full":
-            said["kl"] = batch.scatter(full_kl(policy, ref, cfg.temperature).to(self.dtype))
+            kl = full_kl(logits, ref_logits, len(batch.labels), cfg.temperature)
+            said["kl"] = batch.scatter(kl)
         else:
             said["kl"] = kl_penalty(said["logprobs"], said["ref_logprobs"], kind)
         for name, x in said.items():
-            getattr(ro, name)[rows, : x.shape[1]] = torch.where(part.mask, x, 0)
+            getattr(ro, name)[rows, : x.shape[1]] = torch.where(part.mask, x, 0).to(self.dtype)
         if cfg.bootstrap_truncated:
             # The forward has read the last token too, so V of the state after it is at hand.
-            after = policy.values.gather(-1, batch.lengths[:, None] - 1).squeeze(-1)
+            after = values.gather(-1, batch.lengths[:, None] - 1).squeeze(-1)
             ro.bootstrap[rows] = torch.where(part.truncated, after, 0).to(self.dtype)
 
     def _add_rewards(self, ro: Rollout) -> None:
@@ -377,12 +359,12 @@ class PPOTrainer:
 
     def _minibatches(self, ro: Rollout, ptx: list[Any]) -> list[tuple[list[int], list[Any]]]:
         """Of all passes: rows with an action, and ptx rows; as many on every rank."""
-        cfg, B, live = self.config, len(ro), ro.mask.any(-1).tolist()
-        size, plan = cfg.mini_batch_size, []
+        B, live, size = len(ro), ro.mask.any(-1).tolist(), self.config.mini_batch_size
         n = int(self.ranks.max(torch.tensor(-(-B // size), device=self.device)))
-        for _ in range(cfg.ppo_epochs):
+        plan = []
+        for _ in range(self.config.ppo_epochs):
             order = torch.randperm(B, generator=self.generator).tolist()
-            order = order if cfg.shuffle else list(range(B))
+            order = order if self.config.shuffle else sorted(order)
             for k in range(n):
                 rows = order[k * size : (k + 1) * size]
                 plan.append(([i for i in rows if live[i]], ptx[k::n]))
@@ -392,15 +374,18 @@ class PPOTrainer:
         """Gradients of one minibatch, micro-batch by micro-batch; its statistics and verdict."""
         cfg, parts = self.config, []
         # Counts over all ranks: the denominators of the losses.
-        counts = (ro.mask[rows].sum(), len(rows), sum(int(mask.sum()) for _, _, mask in ptx))
+        words = sum(int(mask.sum()) for _, _, mask in ptx)
+        counts = (int(ro.mask[rows].sum()), len(rows), words)
         counts = torch.tensor(counts, dtype=torch.float64, device=self.device)
         tokens, responses, words = self.ranks.sum(counts).tolist()
         for _, part, batch in self._micro_batches(ro, rows):
             loss, numbers = self._loss(part, batch, tokens, responses)
             loss.backward()
             parts.append(numbers)
-        for texts in self._parts(ptx if tokens else []):
-            loss = self._ptx_loss(texts) / max(words, 1.0)
+        for texts in self._split(ptx if tokens else []):
+            batch = self._collate(*map(list, zip(*texts)))
+            said, _, _ = self._policy(batch, temperature=1.0, with_values=True)
+            loss = -torch.where(batch.mask, said["logprobs"], 0).sum() / max(words, 1.0)
             (cfg.ptx_coef * loss).backward()
             parts.append({"ppo/loss/ptx": loss.detach() * tokens})
         self.ranks.sum_gradients(self.parameters)
@@ -419,7 +404,7 @@ class PPOTrainer:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's part of the minibatch's loss, and its statistics."""
         cfg = self.config
-        new = self._policy(batch, cfg.temperature, with_values=True).tokens
+        new, _, _ = self._policy(batch, cfg.temperature, with_values=True)
         terms = {"values": new["values"], "old_values": old.values, "returns": old.returns}
         terms["entropy"] = new["entropy"] if cfg.ent_coef else new["entropy"].detach()
         terms |= {"ref_logprobs": old.ref_logprobs, "kl_coef": cfg.kl_loss_coef}
@@ -428,15 +413,9 @@ class PPOTrainer:
         count = responses if cfg.loss_agg_mode.startswith("seq") else tokens
         terms["reduction"] = "sum" if cfg.loss_divisor else cfg.loss_agg_mode
         terms["normalizer"] = cfg.loss_divisor or count
-        terms |= {name: getattr(cfg, name) for name in LOSS_SETTINGS}
+        terms |= {name: getattr(cfg, name) for name in LOSS}
         out = ppo_loss(new["logprobs"], old.logprobs, old.advantages, old.mask, **terms)
         return out.loss, stats.of_micro_batch(out, new, old, tokens)
-
-    def _ptx_loss(self, rows: list[Any]) -> Tensor:
-        """-sum log p over the tokens of some texts, at temperature 1."""
-        batch = self._collate(*map(list, zip(*rows)))
-        said = self._policy(batch, temperature=1.0, with_values=True)
-        return -torch.where(batch.mask, said.tokens["logprobs"], 0).sum()
 
     # -------------------------------------------------------------------- loop and checkpoints
 
@@ -460,14 +439,14 @@ class PPOTrainer:
         texts = len(prompts) > 0 and isinstance(prompts[0], str)
         if texts and self.tokenizer is None:
             raise ValueError("prompts are texts, which needs a tokenizer, got None")
-        order, history = self._order(len(prompts)), []
-        for _, rows in zip(range(steps), chain.from_iterable(repeat(order))):  # epoch after epoch
+        epochs, history = repeat(self._order(len(prompts))), []
+        for _, rows in zip(range(steps), chain.from_iterable(epochs)):
             random = self.generator.get_state()
             try:
                 sampled = self._sample([prompts[i] for i in rows], texts, reward_fn, gen_kwargs)
             except BaseException:  # as if the batch had not been drawn: a checkpoint now is sound
                 self.generator.set_state(random)
-                order.cursor -= 1
+                self.place["cursor"] -= 1
                 raise
             history.append(self.step(*sampled))
             for callback in callbacks:
@@ -506,7 +485,7 @@ class PPOTrainer:
             "config": dataclasses.asdict(self.config),
             "model": {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad},
             "counts": {"step_count": self.step_count, "samples": self.samples},
-            "order": self.order.state_dict() if self.order else self._order_state,
+            "place": self.place,
             "frozen": self._frozen_sum,
             "random": self.ranks.gather(random),
         }
@@ -520,9 +499,8 @@ class PPOTrainer:
         with torch.no_grad():
             for name, x in state["model"].items():
                 self.model.get_parameter(name).copy_(x)
-        vars(self).update(state["counts"], _order_state=state["order"])
-        if self.order is not None:
-            vars(self.order).update(state["order"])
+        vars(self).update(state["counts"])
+        self.place.update(state["place"])
         random = state["random"][self.ranks.rank]
         checkpoint.set_random_state(random, self.generator, self.device)
 

@@ -45,24 +45,20 @@ def check(state: dict[str, Any], own: dict[str, Any]) -> None:
     if theirs != ours:
         wrong = sorted({name for name, _ in theirs.items() ^ ours.items()})
         raise ValueError(f"the state is of another model: {', '.join(wrong[:4])} differ")
-    ranks, size = len(state["random"]), len(own["random"])
-    if ranks != size:
-        raise ValueError(f"the state is of {ranks} ranks, this run has {size}")
+    theirs, ours = len(state["random"]), len(own["random"])
+    if theirs != ours:
+        raise ValueError(f"the state is of {theirs} ranks, this run has {ours}")
     if not math.isclose(state["frozen"], own["frozen"], rel_tol=1e-6):
-        raise ValueError(
-            "ref_model or frozen weights are not those the saved run started with: make the "
-            "trainer from the same original models, then load"
-        )
+        remedy = "make the trainer from the same original models, then load"
+        raise ValueError(f"ref_model or frozen weights are not those of the saved run: {remedy}")
     if (state["lr_scheduler"] is None) != (own["lr_scheduler"] is None):
         raise ValueError("lr_scheduler must be given exactly if the saved run had one")
     # These live on in the optimizer and the KL controller, not in the config.
     for name in ("learning_rate", "value_learning_rate", "init_kl_coef", "adap_kl_ctrl"):
         was, now = state["config"][name], own["config"][name]
         if was != now:
-            warnings.warn(
-                f"the saved run had {name}={was}, this trainer {now}: the saved state goes on",
-                stacklevel=4,
-            )
+            said = f"the saved run had {name}={was}, this trainer {now}: the saved state goes on"
+            warnings.warn(said, stacklevel=4)
 
 
 def frozen_sum(model: nn.Module, ref_model: nn.Module | None) -> float:

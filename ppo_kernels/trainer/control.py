@@ -9,9 +9,6 @@ from torch import Tensor
 
 from ppo_kernels.ops._checks import number
 
-ERROR_CLIP = 0.2
-# The smallest factor one update applies: n >= 5 horizon would make TRL's factor zero or negative.
-MIN_FACTOR = 0.1
 # Below this std scores are constant up to rounding, and dividing by it would only amplify that.
 MIN_STD = 1e-8
 
@@ -35,8 +32,9 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """`beta *= max(1 + clip(kl / target - 1, -0.2, 0.2) n / horizon, 0.1)`.
 
-    Ziegler et al. 2019, section 2.2; TRL without the last max. kl must have the unit of target:
-    nats per response (the sum over its tokens) or nats per token. n: responses on all ranks.
+    Ziegler et al. 2019, section 2.2; TRL without the last max, so that its factor is zero or
+    negative from n = 5 horizon on. kl must have the unit of target: nats per response (the sum over
+    its tokens) or nats per token. n: responses on all ranks.
     """
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
@@ -48,8 +46,8 @@ class AdaptiveKLController(FixedKLController):
         """Take in the mean KL of n_steps responses; a value that is not finite changes nothing."""
         if not math.isfinite(current):
             return
-        error = min(max(current / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
-        self.value *= max(1 + error * n_steps / self.horizon, MIN_FACTOR)
+        error = min(max(current / self.target - 1, -0.2), 0.2)
+        self.value *= max(1 + error * n_steps / self.horizon, 0.1)
 
 
 @dataclass

@@ -50,10 +50,8 @@ class Reader:
                     x = hidden_states(self.model, **inputs)
                 head = lm_head(self.model)
                 if self.bf16:
-                    weight, bias = (
-                        y if y is None else y.bfloat16() for y in (head.weight, head.bias)
-                    )
-                    head = dataclasses.replace(head, weight=weight, bias=bias)
+                    bias = head.bias if head.bias is None else head.bias.bfloat16()
+                    head = dataclasses.replace(head, weight=head.weight.bfloat16(), bias=bias)
         x = x.flatten(0, 1).index_select(0, batch.at)
         options = {"temperature": temperature, "return_entropy": True}
         if head is None:

@@ -125,11 +125,9 @@ class InputChecker:
         if not self.cfg.ptx_coef:
             raise ValueError("ptx_batch needs ptx_coef > 0 in PPOConfig, got 0")
         given = batch if hasattr(batch, "keys") else {"input_ids": batch}
+        if given is batch and self.start is not None:
+            raise TypeError("ptx_batch must hold (source, target) pairs for seq2seq, got a dict")
         if self.start is not None:
-            if given is batch:
-                raise TypeError(
-                    "ptx_batch must hold (source, target) pairs for seq2seq, got a dict"
-                )
             pairs = [[self.ids(f"ptx_batch[{i}]", x) for x in pair] for i, pair in enumerate(batch)]
             return [(x, y, torch.ones_like(y)) for x, y in pairs]
         texts = [self.ids(f"ptx_batch[{i}]", x) for i, x in enumerate(given["input_ids"])]

@@ -93,14 +93,13 @@ def collate(
     )
     if start_token_id is not None:
         batch.encoder_input_ids = _pad("right", pad_token_id, encoder)
-        ones = [torch.ones_like(q) for q in encoder]
-        batch.encoder_attention_mask = _pad("right", 0, ones)
+        batch.encoder_attention_mask = _pad("right", 0, [torch.ones_like(q) for q in encoder])
     return batch
 
 
 def _pad(side: str, fill: int, *columns: Sequence[Tensor]) -> Tensor:
     """[B, L] int64 of the columns, joined row by row; L >= 1, also of no rows."""
-    rows = [torch.cat(row).long().cpu() for row in zip(*columns)]
+    rows = [torch.cat([x.long().cpu() for x in row]) for row in zip(*columns)]
     return pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, fill, side)[:-1]
 
 

@@ -39,16 +39,19 @@ def of_micro_batch(
     return part | {"ppo/policy/first_logprob_gap": gap}
 
 
-def of_minibatch(parts: list[dict[str, Tensor]], ranks: Ranks) -> dict[str, float]:
-    """SUMS and PEAKS of all its parts on all ranks; one copy to the host."""
+def of_minibatch(
+    parts: list[dict[str, Tensor]], tokens: float, cfg: PPOConfig, ranks: Ranks
+) -> dict[str, Any]:
+    """SUMS and PEAKS of its parts on all ranks, in one copy to the host; its tokens and verdict."""
     zero = torch.zeros((), dtype=torch.float64, device=ranks.device)
     rows = [[part.get(name, zero).double() for name in SUMS + PEAKS] for part in ({}, *parts)]
     sums, peaks = torch.stack([torch.stack(row) for row in rows]).tensor_split([len(SUMS)], -1)
     numbers = torch.cat([ranks.sum(sums.sum(0)), ranks.max(peaks.amax(0))])
-    return dict(zip(SUMS + PEAKS, numbers.tolist()))
+    mb = dict(zip(SUMS + PEAKS, numbers.tolist())) | {"tokens": tokens}
+    return mb | {"verdict": _verdict(mb, cfg)}
 
 
-def verdict(mb: dict[str, Any], cfg: PPOConfig) -> str:
+def _verdict(mb: dict[str, Any], cfg: PPOConfig) -> str:
     """ "step", "skip" or "stop": what to do with a minibatch, by numbers that all ranks share."""
     n = max(mb["tokens"], 1.0)
     if cfg.early_stopping and mb["ppo/policy/approxkl"] / n > 1.5 * cfg.target_kl:

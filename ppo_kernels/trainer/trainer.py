@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -181,19 +182,18 @@ class PPOTrainer:
         return [torch.cat([q, r]) for q, r in zip(queries, rows)] if return_prompt else rows
 
     def _check_sampling(self, gen_kwargs: dict[str, Any]) -> None:
-        temperature = gen_kwargs.get("temperature", self.config.temperature)
-        if temperature != self.config.temperature:
-            raise ValueError(
-                f"temperature={temperature} belongs in PPOConfig.temperature (now "
-                f"{self.config.temperature}), where old, new and reference log-probs see it"
-            )
-        for name in gen_kwargs.keys() & set(REFUSED):
-            raise ValueError(f"{name} cannot be given: generate makes one sample per query, a list")
-        for name in gen_kwargs.keys() & PLAIN_SAMPLING.keys():
-            if gen_kwargs[name] not in PLAIN_SAMPLING[name]:
-                given = f"generate({name}={gen_kwargs[name]!r})"
-                biased = "samples from another policy than is trained: expect negative KL, bias"
-                warnings.warn(f"{given} {biased}", stacklevel=3)
+        own = self.config.temperature
+        for name, value in gen_kwargs.items():
+            if name in REFUSED:
+                raise ValueError(f"{name} cannot be given: generate makes one sample per query")
+            if name == "temperature" and value != own:
+                raise ValueError(
+                    f"temperature={value} belongs in PPOConfig.temperature (now {own}), where old, "
+                    "new and reference log-probs see it"
+                )
+            if value not in PLAIN_SAMPLING.get(name, (value,)):
+                other = f"generate({name}={value!r}) samples from another policy than is trained: "
+                warnings.warn(other + "expect negative KL and biased updates", stacklevel=3)
 
     # ------------------------------------------------------------------------------- rollout
 
@@ -313,13 +313,11 @@ class PPOTrainer:
     ) -> dict[str, float]:
         """`update(rollout(...))`: one PPO iteration on a batch; returns its statistics."""
         began = time.perf_counter()
-        options["response_masks"] = response_masks
-        rollout = self.rollout(queries, responses, scores, **options)
+        rollout = self.rollout(queries, responses, scores, response_masks=response_masks, **options)
         scored = time.perf_counter()
         out = self.update(rollout, ptx_batch=ptx_batch)
-        out["time/ppo/forward_pass"] = scored - began
-        out["time/ppo/total"] = time.perf_counter() - began
-        return out
+        seconds = {"forward_pass": scored - began, "total": time.perf_counter() - began}
+        return out | {f"time/ppo/{name}": x for name, x in seconds.items()}
 
     def update(self, rollout: Rollout, *, ptx_batch: Any = None) -> dict[str, float]:
         """ppo_epochs passes of minibatches, then the KL controller and the scheduler, once each.
@@ -392,12 +390,8 @@ class PPOTrainer:
         if self.step_count < cfg.critic_warmup_steps:
             for p in self._policy_parameters:
                 p.grad = None
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        if cfg.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, cfg.max_grad_norm, norm)
-        out = stats.of_minibatch([*parts, {"ppo/grad_norm": norm}], self.ranks)
-        out["tokens"] = tokens
-        return out | {"verdict": stats.verdict(out, cfg)}
+        norm = nn.utils.clip_grad_norm_(self.parameters, cfg.max_grad_norm or math.inf)
+        return stats.of_minibatch([*parts, {"ppo/grad_norm": norm}], tokens, cfg, self.ranks)
 
     def _loss(
         self, old: Rollout, batch: Batch, tokens: float, responses: float

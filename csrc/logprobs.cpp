@@ -69,7 +69,7 @@ void run_backward(const Tensor& logits, const Tensor& dx, const Maybe& grad_logp
                   const Maybe& grad_entropy, const Tensor& labels, const Maybe& temperatures,
                   double temperature, double logit_scale, double softcap, int64_t ignore_index,
                   const Tensor& row_max, const Tensor& log_sum, const Maybe& entropy,
-                  const Maybe& shard) {
+                  const Maybe& shard, bool bf16_in_place = false) {
   static const auto backward = PPO_PICK(logprobs_backward);
   LogprobsArgs a = args_of(logits, labels, temperatures, temperature, logit_scale, softcap,
                                 ignore_index, shard);
@@ -84,6 +84,17 @@ void run_backward(const Tensor& logits, const Tensor& dx, const Maybe& grad_logp
   a.dx_stride_b = dx.stride(dx.dim() - 2);
   const int64_t per_row = (a.V + LOGPROBS_PIECE - 1) / LOGPROBS_PIECE;
   const int64_t grain = 1 + LOGPROBS_PIECE / a.V;
+  if (bf16_in_place) {
+    STD_TORCH_CHECK(a.dtype == Dtype::f32, "logits must be fp32");
+    a.bf16_dx = true;
+    a.dx_stride_a *= 2;
+    a.dx_stride_b *= 2;
+    // A row at a time and front to back: what is written has been read.
+    torch::stable::parallel_for(0, labels.numel(), grain, [&](int64_t begin, int64_t end) {
+      backward(a, begin * per_row, end * per_row);
+    });
+    return;
+  }
   torch::stable::parallel_for(0, labels.numel() * per_row, grain, [&](int64_t begin, int64_t end) {
     backward(a, begin, end);
   });
@@ -108,6 +119,15 @@ void logprobs_bwd_(const Tensor& logits, const Maybe& grad_logp, const Maybe& gr
                logit_scale, softcap, ignore_index, row_max, log_sum, entropy, shard);
 }
 
+void logprobs_bwd_bf16_(const Tensor& logits, const Maybe& grad_logp, const Maybe& grad_entropy,
+                        const Tensor& labels, const Maybe& temperatures, double temperature,
+                        double logit_scale, double softcap, int64_t ignore_index,
+                        const Tensor& row_max, const Tensor& log_sum, const Maybe& entropy,
+                        const Maybe& shard) {
+  run_backward(logits, logits, grad_logp, grad_entropy, labels, temperatures, temperature,
+               logit_scale, softcap, ignore_index, row_max, log_sum, entropy, shard, true);
+}
+
 }  // namespace
 }  // namespace ppo
 
@@ -116,4 +136,5 @@ STABLE_TORCH_LIBRARY_IMPL(ppo_kernels, CPU, m) {
   m.impl("logprobs_partials", TORCH_BOX(&ppo::logprobs_partials));
   m.impl("logprobs_bwd", TORCH_BOX(&ppo::logprobs_bwd));
   m.impl("logprobs_bwd_", TORCH_BOX(&ppo::logprobs_bwd_));
+  m.impl("logprobs_bwd_bf16_", TORCH_BOX(&ppo::logprobs_bwd_bf16_));
 }

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import ppo_kernels as pk
 from ppo_kernels import reference
 from ppo_kernels.ops import _chunked
+from ppo_kernels.ops.logprobs import in_bf16
 
 # Numbers of TRL's chunked log-probs, verl's FusedLinearForPPO and cut-cross-entropy; for bf16
 # inputs the fp64 values, because the peers round their logits.
@@ -44,7 +45,8 @@ def by_logits(x: dict, labels: Tensor | None = None, **options: Any) -> tuple[Te
 
 
 def gradients(y: Tensor, x: dict, **more: Any) -> list[Tensor]:
-    return list(torch.autograd.grad(y, [x[n] for n in ("hidden", "weight", "bias")], **more))
+    wanted = [x[n] for n in ("hidden", "weight", "bias") if x[n].requires_grad]
+    return list(torch.autograd.grad(y, wanted, **more))
 
 
 def close(got: Any, want: Any, tolerance: dict[str, float] = tol.FP32) -> None:
@@ -197,8 +199,14 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(run, (x["hidden"], x["weight"], x["bias"]))
 
 
-def test_bf16_beats_eager_bf16() -> None:
+# d(bias) needs d(logits) in fp32; where there is none, bf16 ones take the place of the logits.
+frozen_bias = pytest.mark.parametrize("frozen_bias", [False, True])
+
+
+@frozen_bias
+def test_bf16_beats_eager_bf16(frozen_bias: bool) -> None:
     x = problem(64, 32, 501, torch.bfloat16)
+    x["bias"].requires_grad_(not frozen_bias)
     tokens, options = loss_inputs(x)
     want = exact(x)
     expected = gradients(expected_loss(want, tokens, options).loss, want)
@@ -213,12 +221,16 @@ def test_bf16_beats_eager_bf16() -> None:
         assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
 
 
+@frozen_bias
 @pytest.mark.parametrize("spare", [0, 10**6])
-def test_16_bit_sums_in_place(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_sums_in_place(
+    spare: int, frozen_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """dW's memory first holds fp32 sums; the columns without any are made again."""
     monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", spare)
     monkeypatch.setitem(_chunked.BLOCK_BYTES, "cpu", 2048)
     x = problem(40, 8, 33, torch.bfloat16)
+    x["bias"].requires_grad_(not frozen_bias)
     want = exact(x)
     loss = pk.lm_loss(**x, chunk_tokens=7)
     expected = -by_logits(want)[0].sum() / (x["labels"] != -100).sum()
@@ -226,9 +238,11 @@ def test_16_bit_sums_in_place(spare: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
 
 
-def test_chunks_without_a_gradient_add_nothing() -> None:
+@frozen_bias
+def test_chunks_without_a_gradient_add_nothing(frozen_bias: bool) -> None:
     """A chunk of clipped rows has nothing for its GEMMs, be it the first, in between, or every."""
     x = problem(30, 16, 37, torch.bfloat16)
+    x["bias"].requires_grad_(not frozen_bias)
     x["labels"] = torch.randint(37, (30,))
     want = exact(x)
     old = by_logits(want)[0].detach().float()
@@ -269,6 +283,32 @@ def product_with(threads: int, start: Tensor, a: Tensor, b: Tensor, add: bool) -
     finally:
         torch.set_num_threads(before)
     return out
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bf16_gradient_in_the_place_of_fp32_logits(threads: int) -> None:
+    """The bits of the fp32 gradient, rounded; V: two pieces of a row and a part of a vector."""
+    N, V = 5, 32777
+    z, labels = torch.randn(N, V) * 3, torch.tensor([3, 32776, -100, 16384, 7])
+    g, h = torch.randn(N), torch.randn(N)
+    g[4] = h[4] = 0  # not read, and 0
+    transform = (None, 0.7, 1.3, 0.0, -100)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for softcap in (0.0, 20.0):
+            options = (*transform[:3], softcap, -100)
+            _, entropy, *softmax, _ = torch.ops.ppo_kernels.logprobs_fwd(
+                z, labels, *options, True, False
+            )
+            for gradients_given in ((g, h, entropy), (g, None, None)):
+                args = (*gradients_given[:2], labels, *options, *softmax, gradients_given[2], None)
+                want = torch.ops.ppo_kernels.logprobs_bwd(z, *args).bfloat16()
+                buffer = z.clone()
+                torch.ops.ppo_kernels.logprobs_bwd_bf16_(buffer, *args)
+                assert in_bf16(buffer).equal(want)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_bf16_logits() -> None:

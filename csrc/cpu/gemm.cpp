@@ -1,5 +1,9 @@
 #include "cpu/gemm.h"
 
+#if defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
 namespace ppo {
 namespace PPO_ISA {
 namespace {
@@ -15,56 +19,98 @@ struct Scratch {
 int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-inline uint32_t two(const uint16_t* x) {
-  uint32_t y;
-  __builtin_memcpy(&y, x, sizeof y);
-  return y;
+#if defined(__AVX512BW__)
+// The first n of `most` numbers, then zeros.
+inline __mmask32 first(int64_t n, int64_t most) {
+  return n >= most ? uint32_t((1ull << most) - 1) : n > 0 ? (1u << n) - 1 : 0;
 }
+
+// Rows and columns of 16 x 16 words change places: first in blocks of 8 x 8, then of 4 x 4, ..
+template <int D>
+inline void exchange(__m512i (&x)[16]) {
+  alignas(64) int32_t low[16], high[16];
+  for (int k = 0; k < 16; ++k) {
+    low[k] = k & D ? 16 + k - D : k;
+    high[k] = k & D ? 16 + k : k + D;
+  }
+  const __m512i from_low = _mm512_load_si512(low), from_high = _mm512_load_si512(high);
+  for (int i = 0; i < 16; ++i) {
+    if (i & D) continue;
+    const __m512i a = x[i], b = x[i + D];
+    x[i] = _mm512_permutex2var_epi32(a, from_low, b);
+    x[i + D] = _mm512_permutex2var_epi32(a, from_high, b);
+  }
+}
+
+inline void transpose(__m512i (&x)[16]) {
+  exchange<8>(x);
+  exchange<4>(x);
+  exchange<2>(x);
+  exchange<1>(x);
+}
+
+// m x k of A = X^T, 16 rows and 32 columns at a time: pairs of rows of X make words.
+void pack_transposed_a(const uint16_t* x, int64_t x_row, int64_t m, int64_t k, uint16_t* out) {
+  for (int64_t i = 0; i < m; i += 16) {
+    const __mmask16 rows = first(m - i, 16);
+    for (int64_t j = 0; j < k; j += 32) {
+      __m512i words[16];
+      for (int64_t s = 0; s < 16; ++s) {
+        const uint16_t* even = x + i + (j + 2 * s) * x_row;
+        const __mmask16 has_even = j + 2 * s < k ? rows : 0, has_odd = j + 2 * s + 1 < k ? rows : 0;
+        words[s] = _mm512_or_si512(
+            _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(has_even, even)),
+            _mm512_slli_epi32(
+                _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(has_odd, even + x_row)), 16));
+      }
+      transpose(words);
+      for (int64_t s = 0; s < 16; ++s)
+        _mm512_storeu_si512(out + (i + s) * GEMM_K + j, words[s]);
+    }
+  }
+}
+
+// k x n of B = X^T: a row of X has the pairs side by side.
+void pack_transposed_b(const uint16_t* x, int64_t x_row, int64_t k, int64_t n, uint32_t* out) {
+  for (int64_t i = 0; i < k; i += 32)
+    for (int64_t j = 0; j < GEMM_TILE; j += 16) {
+      __m512i words[16];
+      for (int64_t s = 0; s < 16; ++s)
+        words[s] = _mm512_maskz_loadu_epi16(j + s < n ? first(k - i, 32) : 0, x + i + (j + s) * x_row);
+      transpose(words);
+      for (int64_t s = 0; s < 16; ++s)
+        _mm512_storeu_si512(out + (i / 2 + s) * GEMM_TILE + j, words[s]);
+    }
+}
+#endif
 
 // m x k of A, row by row.
 void pack_a(const GemmArgs& g, int64_t i0, int64_t m, int64_t k0, int64_t k, uint16_t* out) {
   const uint16_t* a = g.a + i0 * g.a_row + k0 * g.a_col;
+#if defined(__AVX512BW__)
+  if (g.a_row == 1) return pack_transposed_a(a, g.a_col, m, k, out);
+#endif
   const int64_t m_end = padded(m, 16), k_end = padded(k, 32);
   for (int64_t i = 0; i < m_end; ++i)
     for (int64_t j = i < m ? k : 0; j < k_end; ++j) out[i * GEMM_K + j] = 0;
-  if (g.a_col == 1) {
-    for (int64_t i = 0; i < m; ++i)
-      __builtin_memcpy(out + i * GEMM_K, a + i * g.a_row, k * sizeof(uint16_t));
-    return;
-  }
-  // Strips of rows that fit into the cache, and four numbers per write where A is a transpose.
-  for (int64_t i = 0; i < m; i += 16) {
-    const int64_t i_end = least(i + 16, m);
-    int64_t j = 0;
-    for (; g.a_row == 1 && j + 4 <= k; j += 4) {
-      const uint16_t* x = a + j * g.a_col;
-      for (int64_t s = i; s < i_end; ++s) {
-        uint64_t four = x[s] | uint64_t(x[s + g.a_col]) << 16 |
-                        uint64_t(x[s + 2 * g.a_col]) << 32 | uint64_t(x[s + 3 * g.a_col]) << 48;
-        __builtin_memcpy(out + s * GEMM_K + j, &four, sizeof four);
-      }
+  for (int64_t i = 0; i < m; ++i) {
+    const uint16_t* row = a + i * g.a_row;
+    if (g.a_col == 1) {
+      __builtin_memcpy(out + i * GEMM_K, row, k * sizeof(uint16_t));
+    } else {
+      for (int64_t j = 0; j < k; ++j) out[i * GEMM_K + j] = row[j * g.a_col];
     }
-    for (; j < k; ++j)
-      for (int64_t s = i; s < i_end; ++s) out[s * GEMM_K + j] = a[s * g.a_row + j * g.a_col];
   }
 }
 
 // k x n of B: rows 2i and 2i + 1 side by side, as the dot product of pairs wants them.
 void pack_b(const GemmArgs& g, int64_t k0, int64_t k, int64_t j0, int64_t n, uint32_t* out) {
   const uint16_t* b = g.b + k0 * g.b_row + j0 * g.b_col;
+#if defined(__AVX512BW__)
+  if (g.b_row == 1) return pack_transposed_b(b, g.b_col, k, n, out);
+#endif
   const int64_t k_end = padded(k, 32);
   if (k < k_end || n < GEMM_TILE) __builtin_memset(out, 0, k_end / 2 * GEMM_TILE * sizeof *out);
-  if (g.b_row == 1 && k == k_end && n == GEMM_TILE) {
-    for (int64_t i = 0; i < k; i += 32)
-      for (int64_t j = 0; j < GEMM_TILE; j += 2) {
-        const uint16_t* x = b + i + j * g.b_col;
-        for (int64_t s = 0; s < 32; s += 2) {
-          uint64_t four = two(x + s) | uint64_t(two(x + s + g.b_col)) << 32;
-          __builtin_memcpy(out + (i + s) / 2 * GEMM_TILE + j, &four, sizeof four);
-        }
-      }
-    return;
-  }
   for (int64_t i = 0; i < k; i += 2) {
     const uint16_t *even = b + i * g.b_row, *odd = even + g.b_row;
     uint32_t* pairs = out + i / 2 * GEMM_TILE;

@@ -264,7 +264,7 @@ struct Forward {
 // -------------------------------------------------------------------------------- backward
 
 // dz_v = g (1_y - p_v) - h p_v (ln p_v + H); dx = dz * dz/dx.
-template <class T, bool HAS_H, bool CAPPED>
+template <class T, class Out, bool HAS_H, bool CAPPED>
 struct Backward {
   typedef typename Compute<T>::Real Real;
   typedef typename Compute<T>::Vec Vec;
@@ -284,7 +284,7 @@ struct Backward {
   }
 
   // The gradient of n columns from e = e^(z - shift).
-  void from_kept(const Real* e, Real shift, const T* x, T* dx, int n) const {
+  void from_kept(const Real* e, Real shift, const T* x, Out* dx, int n) const {
     const Vec to_p = Vec{} + real_exp((shift - m[0]) - log_s[0]);
     int i = 0;
     for (; i + L <= n; i += L) store(dx + i, at(load(x + i), Vec{}, load(e + i) * to_p));
@@ -303,13 +303,13 @@ struct Backward {
     const int64_t start = piece * LOGPROBS_PIECE, left = a.V - start;
     const int n = left < LOGPROBS_PIECE ? left : LOGPROBS_PIECE;
     const T* x = row_of<const T>(a.x, a, row, a.stride_a, a.stride_b) + start;
-    T* dx = row_of<T>(a.dx, a, row, a.dx_stride_a, a.dx_stride_b) + start;
+    Out* dx = row_of<Out>(a.dx, a, row, a.dx_stride_a, a.dx_stride_b) + start;
     int64_t label = label_of(a, row);
     Real g = a.grad_logp ? ((const Real*)a.grad_logp)[row] : 0;
     const Real h = HAS_H ? ((const Real*)a.grad_entropy)[row] : 0;
     // A row whose outputs carry no gradient is not read.
     if (label == a.ignore_index || (g == 0 && h == 0)) {
-      memset(dx, 0, n * sizeof(T));
+      memset(dx, 0, n * sizeof(Out));
       return;
     }
     if (label < 0 || label >= a.vocab_size) g = NOT_A_NUMBER;
@@ -379,15 +379,21 @@ void logprobs_rows(const LogprobsArgs& a, const void* scratch, int64_t begin, in
   for_forward(a, [&](auto forward) { forward.rows(a, scratch, begin, end); });
 }
 
+template <class T, class Out>
+void backward_as(const LogprobsArgs& a, int64_t begin, int64_t end) {
+  if (a.softcap > 0) {
+    if (a.grad_entropy) return Backward<T, Out, true, true>::pieces(a, begin, end);
+    return Backward<T, Out, false, true>::pieces(a, begin, end);
+  }
+  if (a.grad_entropy) return Backward<T, Out, true, false>::pieces(a, begin, end);
+  return Backward<T, Out, false, false>::pieces(a, begin, end);
+}
+
 void logprobs_backward(const LogprobsArgs& a, int64_t begin, int64_t end) {
+  if (a.bf16_dx) return backward_as<float, BF16>(a, begin, end);
   for_dtype(a.dtype, [&](auto type) {
     typedef typename decltype(type)::type T;
-    if (a.softcap > 0) {
-      if (a.grad_entropy) return Backward<T, true, true>::pieces(a, begin, end);
-      return Backward<T, false, true>::pieces(a, begin, end);
-    }
-    if (a.grad_entropy) return Backward<T, true, false>::pieces(a, begin, end);
-    return Backward<T, false, false>::pieces(a, begin, end);
+    backward_as<T, T>(a, begin, end);
   });
 }
 

@@ -32,6 +32,7 @@ struct LogprobsArgs {
   const void *grad_logp, *grad_entropy;
   void* dx;
   int64_t dx_stride_a, dx_stride_b;
+  bool bf16_dx;  // of fp32 logits; dx may be the first half of each row, done piece by piece
 
   // For a caller that goes forward and at once backward over a few rows, or null: the exponentials
   // that forward, with entropy and from no scratch, leaves for backward, so that each is made

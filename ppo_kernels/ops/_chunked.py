@@ -12,13 +12,16 @@ What a loss holds beyond inputs and gradients on a CPU, in MB, where one row has
 and H = 896 inputs:
 
     logits of a chunk of rows, fp32                WORKSPACE_BYTES            252
-    a block of their columns, copied               BLOCK_BYTES                 17
+    the same with a bf16 weight                    less ROOM_FOR_SUMS         210
+    bf16: sums of dW                               SUM_BYTES                   73
+    rows left out, fp16: a copied block of columns BLOCK_BYTES                  8
     d(hidden) and hidden of the chunk              8 H bytes per row            3
     bf16: packed factors and sums of a product     3 MB per thread              6
     row sums and the loss's gradients for them     24 N bytes                   0
 
-By columns, the second half of a bf16 dW, the buffer shares WORKSPACE_BYTES with the block's
-d(logits) in bf16 and its rows of dW in fp32.
+bf16 gradients of the logits take the place of the fp32 logits, so that GEMMs need no copy of them.
+By columns, for the rows of a bf16 dW that have no sums, the buffer shares the workspace with the
+rows of dW in fp32.
 """
 
 import math
@@ -30,14 +33,17 @@ from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.ops._library import LIB, define
+from ppo_kernels.ops.logprobs import in_bf16
 
 # The logits that exist at a time, where chunk_tokens does not say.
 WORKSPACE_BYTES = 240 * 2**20
 # Copies of some of their columns. A GPU wants few large launches.
-BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
+BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
 # fp32 sums of a 16-bit dW beyond those that fit into dW itself, which are half of them. The rows of
-# dW left over are done by columns.
-SUM_BYTES = {"cpu": 0, "cuda": 2**30}
+# dW left over are done by columns. On a CPU the logits make some room for them: smaller chunks cost
+# less than that saves.
+SUM_BYTES = {"cpu": 70 * 2**20, "cuda": 2**30}
+ROOM_FOR_SUMS = 40 * 2**20
 
 
 class Problem(NamedTuple):
@@ -106,6 +112,12 @@ def gradient_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
+def workspace_bytes(weight: Tensor) -> int:
+    """What the logits of a chunk may take."""
+    on_cpu, summed = weight.device.type == "cpu", weight.requires_grad and weight.itemsize == 2
+    return WORKSPACE_BYTES - (ROOM_FOR_SUMS if on_cpu and summed else 0)
+
+
 def _slices(n: int, step: int, first: int = 0) -> Iterator[slice]:
     for start in range(first, n, step):
         yield slice(start, min(start + step, n))
@@ -156,9 +168,9 @@ def _project(p: Problem, out: Tensor, x: Tensor, cols: slice) -> None:
 
 
 def chunks(p: Problem) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-    """(which rows, their hidden, their logits in the buffer), rows with an ignored label left out.
+    """(which rows, their hidden, their logits), rows with an ignored label left out.
 
-    Chunks are of equal size, but for the last.
+    Chunks are of equal size, but for the last; their logits share one memory.
     """
     rows, V = p.where(p.labels != p.ignore_index), p.weight.shape[0]
     n = p.labels.numel() if rows is None else rows.numel()
@@ -171,30 +183,45 @@ def chunks(p: Problem) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
         yield part, x, z
 
 
+def _narrows(p: Problem, exact: bool) -> bool:
+    """Whether d(logits) is made in bf16 where the fp32 logits were, with nothing to copy later."""
+    dtypes = (p.logits_dtype, p.grad_dtype)
+    on_cpu = p.weight.device.type == "cpu"
+    return on_cpu and not exact and dtypes == (torch.float32, torch.bfloat16)
+
+
+def _backward_(p: Problem, z: Tensor, *args: Any, exact: bool) -> Tensor:
+    """d(logits) in the memory of z; exact: not rounded beyond the dtype of z, for d(bias)."""
+    if not _narrows(p, exact):
+        torch.ops.ppo_kernels.logprobs_bwd_(z, *args)
+        return z
+    torch.ops.ppo_kernels.logprobs_bwd_bf16_(z, *args)
+    return in_bf16(z)
+
+
 # (rows, logp, entropy) -> d(loss)/d(logp), and d(loss)/d(entropy) or None
 RowGradients = Callable[[slice | Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def by_rows(p: Problem, need: tuple[bool, ...], row_gradients: RowGradients) -> tuple[Tensor, ...]:
     """(logp, entropy, d_hidden, d_weight, d_bias) of a loss that knows its own gradients."""
-    gradients = _Gradients(p, need)
+    gradients, room = _Gradients(p, need), None
     # logp, entropy, row_max, log_sum, and the loss's gradients for the first two
     table = p.hidden.new_zeros((6, p.labels.numel()), dtype=p.sum_dtype)
     for part, x, z in chunks(p):
+        room = z if room is None else room  # the first chunk has the most rows
         labels, transform = p.labels[part], p.transform(part)
         *found, _ = torch.ops.ppo_kernels.logprobs_fwd(z, labels, *transform, True, False)
         if any(need):
             logp, entropy, *softmax = found
             g, h = row_gradients(part, logp, entropy)
-            torch.ops.ppo_kernels.logprobs_bwd_(
-                z, g, h, labels, *transform, *softmax, entropy, None
-            )
+            args = (g, h, labels, *transform, *softmax, entropy, None)
+            dz = _backward_(p, z, *args, exact=need[2])
             live = _is_live(g, h)
-            gradients.add(part, p.without_dead(x, live), z, p.where(live))
+            gradients.add(part, p.without_dead(x, live), dz, p.where(live))
             found += [g, torch.zeros_like(g) if h is None else h]
         table[: len(found), part] = torch.stack(found)
-        del x, z  # the last ones would keep the buffer while the columns left over are done
-    gradients.finish(table)
+    gradients.finish(table, room)
     d_weight = p.weight.new_empty(0) if gradients.weight is None else gradients.weight.out
     return table[0], table[1], gradients.hidden, d_weight, gradients.bias
 
@@ -236,8 +263,8 @@ class _Gradients:
         if self.weight is not None:
             self.weight.begun = True
 
-    def finish(self, table: Tensor) -> None:
-        """Round dW, and make its rows that have no sums."""
+    def finish(self, table: Tensor, room: Tensor | None) -> None:
+        """Round dW, and make its rows that have no sums, with `room` to work in."""
         if self.weight is None:
             return
         self.block = self.selected = None
@@ -245,7 +272,8 @@ class _Gradients:
         self.weight.finish(self.p.columns(4 * d_weight.shape[1]))
         if summed < d_weight.shape[0]:
             _, entropy, *softmax, g, h = table
-            by_columns(self.p, g, h, (*softmax, entropy), d_weight=d_weight, first=summed)
+            softmax.append(entropy)
+            by_columns(self.p, g, h, tuple(softmax), d_weight=d_weight, first=summed, room=room)
 
     def _blocks(self, width: int) -> Iterator[tuple[slice, Tensor | None]]:
         if self.weight is not None:
@@ -321,6 +349,17 @@ class _WeightSums:
 # -------------------------------------------------------------------------------- by columns
 
 
+def _carved(
+    room: Tensor | None, like: Tensor, width: int, each: tuple[tuple[int, torch.dtype], ...]
+) -> list[Tensor]:
+    """Flat tensors of n * width numbers for every (n, dtype), in `room` if they fit."""
+    sizes = [-(-n * width * dtype.itemsize // 64) * 64 for n, dtype in each]
+    if room is None or room.numel() * room.itemsize < sum(sizes):
+        room = like.new_empty(sum(sizes), dtype=torch.uint8)
+    parts = room.view(-1).view(torch.uint8)[: sum(sizes)].split(sizes)
+    return [part.view(dtype)[: n * width] for part, (n, dtype) in zip(parts, each)]
+
+
 def by_columns(
     p: Problem,
     grad_logp: Tensor | None,
@@ -331,32 +370,33 @@ def by_columns(
     d_weight: Tensor | None = None,
     d_bias: Tensor | None = None,
     first: int = 0,
+    room: Tensor | None = None,
 ) -> None:
     """Fill d_weight and d_bias from column `first` on, and d_hidden with what these columns give.
 
     softmax: row_max, log_sum, entropy. shard: as in logprobs_bwd. An output None is not wanted.
+    room: contiguous memory to overwrite, None for memory of its own.
     """
     (V, H), size = p.weight.shape, p.logits_dtype.itemsize
     live = _is_live(grad_logp, grad_entropy) & (p.labels != p.ignore_index)
     rows = p.where(live)
     n = p.labels.numel() if rows is None else rows.numel()
-    budget = p.chunk_tokens * V * size
+    budget = p.chunk_tokens * V * size if room is None else room.numel() * room.itemsize
     step = max(1, min(n, max(p.chunk_tokens, math.isqrt(budget // size))))
-    width = max(1, min(V - first, budget // (step * (size + p.grad_dtype.itemsize) + 8 * H)))
-    # Memory for d(logits) in the dtype of the GEMMs, and for sums of dW, where those differ.
-    z_room = p.hidden.new_empty(step * width, dtype=p.logits_dtype)
-    dz_room = sums_room = None
-    if p.grad_dtype != p.logits_dtype:
-        dz_room = z_room.new_empty(step * width, dtype=p.grad_dtype)
-    if d_weight is not None and d_weight.dtype != p.sum_dtype:
-        sums_room = d_weight.new_empty((width, H), dtype=p.sum_dtype)
+    exact = d_bias is not None
+    # Besides logits: d(logits) in the dtype of the GEMMs and sums of dW, where those differ.
+    copies = p.grad_dtype != p.logits_dtype and not _narrows(p, exact)
+    rounds = d_weight is not None and d_weight.dtype != p.sum_dtype
+    each = (step, p.logits_dtype), (copies * step, p.grad_dtype), (rounds * H, p.sum_dtype)
+    width = max(1, min(V - first, budget // sum(n * dtype.itemsize for n, dtype in each)))
+    z_room, dz_room, sums_room = _carved(room, p.hidden, width, each)
     d_x = None if d_hidden is None else p.hidden.new_zeros((n, H), dtype=p.sum_dtype)
     shard = torch.arange(2, device=p.weight.device) * V if shard is None else shard
     per_row = (grad_logp, grad_entropy, *softmax)
     for cols in _slices(V, width, first):
         d_w = None
         if d_weight is not None:
-            d_w = d_weight[cols] if sums_room is None else sums_room[: cols.stop - cols.start]
+            d_w = sums_room.view(-1, H)[: cols.stop - cols.start] if rounds else d_weight[cols]
             d_w.zero_()
         d_b = None if d_bias is None else d_bias[cols].zero_()
         here = shard.clone()
@@ -366,17 +406,17 @@ def by_columns(
             z = z_room[: x.shape[0] * (cols.stop - cols.start)].view(x.shape[0], -1)
             _project(p, z, x, cols)
             g, h, *sums = (None if t is None else t[part] for t in per_row)
-            torch.ops.ppo_kernels.logprobs_bwd_(
-                z, g, h, p.labels[part], *p.transform(part), *sums, here
-            )
+            args = (g, h, p.labels[part], *p.transform(part), *sums, here)
+            dz = _backward_(p, z, *args, exact=exact)
             if d_b is not None:
-                d_b += z.sum(0, dtype=d_b.dtype)
-            dz = z if dz_room is None else dz_room[: z.numel()].view(z.shape).copy_(z)
+                d_b += dz.sum(0, dtype=d_b.dtype)
+            if copies:
+                dz = dz_room[: dz.numel()].view(dz.shape).copy_(dz)
             if d_x is not None:
                 _product(d_x[at], dz, p.weight[cols].to(p.grad_dtype), add=True)
             if d_w is not None:
                 _product(d_w, dz.t(), x.to(p.grad_dtype), add=True)
-        if sums_room is not None:
+        if rounds:
             d_weight[cols] = d_w
     if d_hidden is not None:
         d_hidden.zero_()

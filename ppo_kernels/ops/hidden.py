@@ -460,7 +460,7 @@ def _chunk_tokens(asked: int | None, weight: Tensor, logits_dtype: torch.dtype) 
         if asked < 1:
             raise ValueError(f"chunk_tokens must be >= 1, got {asked}")
         return asked
-    row, workspace = weight.shape[0] * logits_dtype.itemsize, _chunked.WORKSPACE_BYTES
+    row, workspace = weight.shape[0] * logits_dtype.itemsize, _chunked.workspace_bytes(weight)
     if row > workspace:
         raise ValueError(
             f"chunk_tokens: one row of logits has {row} bytes, more than the workspace of "

@@ -48,6 +48,15 @@ def _bwd_inplace_reference(logits: Tensor, *args: Any) -> None:
     logits.copy_(reference.logprobs_bwd(logits, *args))
 
 
+def _bwd_bf16_reference(logits: Tensor, *args: Any) -> None:
+    in_bf16(logits).copy_(reference.logprobs_bwd(logits, *args))
+
+
+def in_bf16(logits: Tensor) -> Tensor:
+    """Where logprobs_bwd_bf16_ leaves the gradient of contiguous fp32 logits [N, V]."""
+    return logits.view(torch.bfloat16)[:, : logits.shape[1]]
+
+
 def _bwd_inplace_fake(logits: Tensor, *args: Any) -> None:
     return None
 
@@ -77,6 +86,12 @@ define(
     _bwd_inplace_reference,
     _bwd_inplace_fake,
     triton_module="logprobs",
+)
+# The gradient is rounded to bf16 as it is made, and fills the first half of each fp32 row.
+define(
+    f"logprobs_bwd_bf16_(Tensor(a!) logits, {BACKWARD}) -> ()",
+    _bwd_bf16_reference,
+    _bwd_inplace_fake,
 )
 
 

@@ -31,11 +31,11 @@ struct LossHas {
   bool values, entropy, ref, rollout;
 };
 
-// The vector at p, with the one that the next tile has in its place on the way to the cache: loops
-// this short end before the hardware sees a pattern.
+// The vector at p, with the one that the tile after the next has in its place on the way to the
+// cache: loops this short end before the hardware sees a pattern.
 template <class Real>
 PPO_INLINE Vec<Real> fetch(const Real* p) {
-  __builtin_prefetch(p + TILE, 0, 2);
+  __builtin_prefetch(p + 2 * TILE, 0, 2);
   return load(p);
 }
 
@@ -100,26 +100,28 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
   typedef Vec<Real> V;
   const V low = V{} + Real(o.low), high = V{} + Real(o.high), dual = V{} + Real(o.dual);
   const V kl_coef = V{} + Real(o.kl_old_coef), cap = V{} + Real(o.is_cap), zero = {};
+  const V none = V{} - Real(__builtin_inf());
   V policy = {}, approx_kl = {}, policy_kl = {}, clip_high = {}, clip_low = {}, sum_ratio = {};
   V ratio_max = {};
   for_vectors(t, [&](int64_t j, V weight, V c, auto valid) __attribute__((always_inline)) {
     const V logp = valid ? fetch(t.logp + j) : zero, old = valid ? fetch(t.old + j) : zero;
-    V a = fetch(t.adv + j);
+    const V log_ratio = logp - old;
+    V r, kl;
+    exp_and_rest(clamp(log_ratio), r, kl);
+    V a = fetch(t.adv + j), loss, grad;
     if (o.whiten) a = whitened(a, o);
     a = valid ? a : zero;
-    const V log_ratio = logp - old, d = clamp(log_ratio);
-    V r, kl, loss, grad;
-    exp_and_rest(d, r, kl);
     if (kind == Policy::clip) {
-      const auto above = (a > zero) & (r > high), below = (a < zero) & (r < low);
-      const auto past = (a < zero) & (r > dual);
-      loss = -a * (above ? high : (below ? low : (past ? dual : r)));
-      grad = above | below | past | outside(log_ratio) ? zero : -a * r;
-      clip_high += above ? weight : zero;
-      clip_low += below ? weight : zero;
+      const auto up = a > zero, down = a < zero;
+      const V kept = min(max(r, down ? low : none), up ? high : dual);
+      const auto over = kept < r, under = kept > r;
+      loss = -a * kept;
+      grad = over | under | outside(log_ratio) ? zero : -a * r;
+      clip_high += over & up ? weight : zero;
+      clip_low += under ? weight : zero;
     } else if (kind == Policy::kl) {
       loss = kl_coef * kl - a * r;
-      grad = outside(log_ratio) ? zero : kl_coef * (d + kl) - a * r;
+      grad = outside(log_ratio) ? zero : kl_coef * (clamp(log_ratio) + kl) - a * r;
     } else {
       loss = -a * logp;
       grad = -a;
@@ -131,20 +133,21 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
       scale *= min(w, cap);
     }
     store(t.d_logp + j, scale * grad);
-    policy += scale * loss;
-    approx_kl += weight * kl;
-    policy_kl -= weight * log_ratio;
-    sum_ratio += weight * r;
-    ratio_max = larger(ratio_max, valid ? r : zero);
+    policy = fma(scale, loss, policy);
+    approx_kl = fma(weight, kl, approx_kl);
+    policy_kl = fma(weight, log_ratio, policy_kl);
+    sum_ratio = fma(weight, r, sum_ratio);
+    ratio_max = max(ratio_max, valid ? r : zero);
   });
   sums.policy += sum_lanes(policy);
   sums.approx_kl += sum_lanes(approx_kl);
-  sums.policy_kl += sum_lanes(policy_kl);
+  sums.policy_kl -= sum_lanes(policy_kl);
   sums.clip_high += sum_lanes(clip_high);
   sums.clip_low += sum_lanes(clip_low);
-  sums.ratio += sum_lanes(sum_ratio);
-  const Real top = fold_lanes(ratio_max, [](auto x, auto y) { return larger(x, y); });
-  sums.ratio_max = larger<double>(sums.ratio_max, top);
+  const Real ratio = sum_lanes(sum_ratio);
+  sums.ratio += ratio;
+  // A ratio is finite or NaN, and max() does not keep NaN.
+  sums.ratio_max = larger<double>(sums.ratio_max, ratio == ratio ? max_lane(ratio_max) : ratio);
 }
 
 // Adds its share to d_logp.
@@ -169,7 +172,7 @@ void kl_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
       if (kind == Kl::k3) grad = outside(d) ? zero : -(x + value);
     }
     store(t.d_logp + j, fma(c * coef, grad, load(t.d_logp + j)));
-    sum += c * value;
+    sum = fma(c, value, sum);
   });
   sums.kl_ref += sum_lanes(sum);
 }
@@ -185,11 +188,11 @@ void value_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
     const V inside = min(max(v, low), high);
     const V error = v - ret, other = inside - ret;
     const auto stop = other * other > error * error;
-    sum += c * Real(0.5) * (stop ? other * other : error * error);
+    sum = fma(c, stop ? other * other : error * error, sum);
     clip += stop ? weight : zero;
     store(t.d_values + j, stop ? zero : coef * c * error);
   });
-  sums.value += sum_lanes(sum);
+  sums.value += sum_lanes(sum) / 2;
   sums.clip_value += sum_lanes(clip);
 }
 
@@ -199,7 +202,7 @@ void entropy_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
   const V coef = V{} - Real(o.ent_coef);
   V sum = {};
   for_vectors(t, [&](int64_t j, V, V c, auto valid) __attribute__((always_inline)) {
-    sum += c * (valid ? fetch(t.entropy + j) : V{});
+    sum = fma(c, valid ? fetch(t.entropy + j) : V{}, sum);
     store(t.d_entropy + j, c * coef);
   });
   sums.entropy += sum_lanes(sum);

@@ -31,10 +31,10 @@ class Backend(NamedTuple):
 
 
 class _Op:
-    """A function in the place of an op and of its only overload."""
+    """A function in the place of an op and of its only overload: without history, as it is."""
 
     def __init__(self, function: Callable) -> None:
-        self.default = function
+        self.default = torch.no_grad()(function)
 
     def __call__(self, *args: Any) -> Any:
         return self.default(*args)

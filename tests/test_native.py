@@ -20,9 +20,10 @@ USE = (
     "with warnings.catch_warnings(record=True) as seen:\n"
     "    warnings.simplefilter('always')\n"
     "    for _ in range(3):\n"
-    "        out = pk.gae(torch.ones(2, 3), torch.zeros(2, 3), lam=1.0)\n"
+    "        out = pk.gae(torch.ones(2, 3), torch.zeros(2, 3, requires_grad=True), lam=1.0)\n"
     "from ppo_kernels import _native\n"
     "print('sum', out.returns.sum().item(), 'native', _native._module is not None)\n"
+    "print('history', out.returns.requires_grad)\n"
     "print('warnings', len(seen), *(w.message for w in seen))\n"
 )
 
@@ -104,9 +105,9 @@ def test_without_the_module_the_reference_runs(tmp_path: Path, env: dict, why: s
     assert required.returncode != 0 and "PPO_KERNELS_NATIVE=require" in err and why in err
 
 
-def test_off_is_silent() -> None:
+def test_off_is_silent_and_the_reference_leaves_no_history() -> None:
     out = run(USE, PPO_KERNELS_NATIVE="off")
-    assert "sum 12.0 native False" in out and "warnings 0" in out
+    assert "sum 12.0 native False" in out and "warnings 0" in out and "history False" in out
 
 
 def test_unknown_mode(monkeypatch: pytest.MonkeyPatch) -> None:

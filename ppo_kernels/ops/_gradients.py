@@ -53,12 +53,12 @@ class _WithGradients(torch.autograd.Function):
             ctx.consumed = True
         gradients = ctx.saved_tensors  # of any dtype: autograd hands them on in that of the input
         # Second tensors of this size only where the first are needed once more.
-        if compiling or _is_batched(grad) or (not ctx.once and _keeps_graph()):
+        keep = compiling or _is_batched(grad) or (not ctx.once and _keeps_graph())
+        if keep or not _is_one(grad):
             gradients = [
-                d * grad if need else None for d, need in zip(gradients, ctx.needs_input_grad[3:])
+                None if not need else d * grad if keep else d.mul_(grad)
+                for d, need in zip(gradients, ctx.needs_input_grad[3:])
             ]
-        elif not _is_one(grad):
-            gradients = [d.mul_(grad) for d in gradients]
         return None, None, None, *gradients
 
 

@@ -30,8 +30,8 @@ def define(
     triton_module names the file in kernels/ whose function of this name is the CUDA kernel, for
     all but fp64 inputs.
 
-    No op is differentiable: an autograd.Function outside it is. So autograd's keys are passed over,
-    which on the CPU costs a small call less than to turn gradients off, and no result has history.
+    No op is differentiable: an autograd.Function outside it is. Autograd's keys are passed over, so
+    that no result has history and no caller needs to turn gradients off, which small calls notice.
     """
     LIB.define(schema)
     name = schema.split("(", 1)[0].strip()

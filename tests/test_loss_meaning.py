@@ -288,11 +288,12 @@ def test_whitening_far_from_zero_and_of_nothing() -> None:
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "advantages", "values", "entropy"])
 def test_nan_at_a_trained_token_shows(name: str, dtype: torch.dtype) -> None:
     """In the loss, in that token's gradient and in ratio_max, in whatever lane it lies."""
-    for at in (0, 9, 36):
+    for at, dual_clip in itertools.product((0, 9, 36), (None, 1.5)):
         x = tokens(1, 37, dtype=dtype)
-        clean = run(x)
+        x["logprobs"][0, at] = x["old_logprobs"][0, at] + 1  # beyond every bound
+        clean = run(x, dual_clip=dual_clip)
         x[name][0, at] = float("nan")
-        loss, stats, *grads = run(x)
+        loss, stats, *grads = run(x, dual_clip=dual_clip)
         assert loss.isnan()
         if name.endswith("logprobs"):
             assert stats[reference.STAT_NAMES.index("ratio_max")].isnan()

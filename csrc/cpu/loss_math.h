@@ -100,7 +100,7 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
   typedef Vec<Real> V;
   const V low = V{} + Real(o.low), high = V{} + Real(o.high), dual = V{} + Real(o.dual);
   const V kl_coef = V{} + Real(o.kl_old_coef), cap = V{} + Real(o.is_cap), zero = {};
-  const V none = V{} - Real(__builtin_inf());
+  const V inf = V{} + Real(__builtin_inf());
   V policy = {}, approx_kl = {}, policy_kl = {}, clip_high = {}, clip_low = {}, sum_ratio = {};
   V ratio_max = {};
   for_vectors(t, [&](int64_t j, V weight, V c, auto valid) __attribute__((always_inline)) {
@@ -113,7 +113,7 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
     a = valid ? a : zero;
     if (kind == Policy::clip) {
       const auto up = a > zero, down = a < zero;
-      const V kept = min(max(r, down ? low : none), up ? high : dual);
+      const V kept = min(max(r, down ? low : -inf), up ? high : (down ? dual : inf));
       const auto over = kept < r, under = kept > r;
       loss = -a * kept;
       grad = over | under | outside(log_ratio) ? zero : -a * r;

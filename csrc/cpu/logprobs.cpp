@@ -157,19 +157,20 @@ auto keep_piece(const LogprobsArgs& a, int64_t row, int64_t piece) {
   const int n = left < LOGPROBS_PIECE ? left : LOGPROBS_PIECE;
   const T* x = row_of<const T>(a.x, a, row, a.stride_a, a.stride_b) + start;
   Real* kept = kept_of<Real>(a, row);
+  const Vec unit = f.unit();
   Vec top[GROUP];
   for (Vec& t : top) t = Vec{} + LOWEST<Real>;
   int i = 0;
   for (; i + GROUP * L <= n; i += GROUP * L)
-    for (int k = 0; k < GROUP; ++k) top[k] = max(top[k], f.z(load(x + i + k * L)));
+    for (int k = 0; k < GROUP; ++k) top[k] = max(top[k], f.u(load(x + i + k * L)));
   for (; i < n; i += L)
-    top[0] = max(top[0], f.z(i + L <= n ? load(x + i) : load_some(x + i, n - i)));
+    top[0] = max(top[0], f.u(i + L <= n ? load(x + i) : load_some(x + i, n - i)));
   const Real m = max_lane(max(max(top[0], top[1]), max(top[2], top[3])));
   Vec s[GROUP] = {}, w[GROUP] = {};
   auto take = [&](Vec x, int k) __attribute__((always_inline)) {
-    const Vec d = f.z(x) - m, e = exp(d);
+    const Vec t = unit * (f.u(x) - m), e = exp2(t);
     s[k] += e;
-    w[k] = fma(e, e == 0 ? Vec{} : d, w[k]);
+    w[k] = fma(e, e == 0 ? Vec{} : t, w[k]);
     return e;
   };
   for (i = 0; i + GROUP * L <= n; i += GROUP * L)
@@ -182,9 +183,9 @@ auto keep_piece(const LogprobsArgs& a, int64_t row, int64_t piece) {
     const int some = n - i < L ? n - i : L;
     store_some(kept + start + i, some, take(load_some(x + i, some), 0));
   }
-  kept[a.V + piece] = m;
-  return Sums<Real>{m, sum_lanes((s[0] + s[1]) + (s[2] + s[3])),
-                    sum_lanes((w[0] + w[1]) + (w[2] + w[3])), 0};
+  kept[a.V + piece] = f.z_of(m);
+  const Real sum_w = sum_lanes((w[0] + w[1]) + (w[2] + w[3])) * LN2<Real>;
+  return Sums<Real>{f.z_of(m), sum_lanes((s[0] + s[1]) + (s[2] + s[3])), sum_w, 0};
 }
 
 template <class Real>

@@ -1,5 +1,7 @@
 """logprobs_from_hidden, lm_loss, ppo_loss_from_hidden against the logits path, peers and fp64."""
 
+import ctypes
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,22 @@ def test_16_bit_sums_in_place(
         assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
 
 
+def test_columns_use_the_memory_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the numbers divide: memory of their own would be as much again."""
+    carved = _chunked._carved
+
+    def inside(room: Tensor, *args: Any) -> list[Tensor]:
+        parts = carved(room, *args)
+        place = room.untyped_storage().data_ptr()
+        assert all(part.untyped_storage().data_ptr() == place for part in parts)
+        return parts
+
+    monkeypatch.setattr(_chunked, "_carved", inside)
+    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", 0)
+    for V in range(200, 264):
+        pk.lm_loss(**problem(5, 16, V, torch.bfloat16))
+
+
 @frozen_bias
 def test_chunks_without_a_gradient_add_nothing(frozen_bias: bool) -> None:
     """A chunk of clipped rows has nothing for its GEMMs, be it the first, in between, or every."""
@@ -272,6 +290,31 @@ def test_widening_product(shape: tuple[int, int, int], add: bool) -> None:
             found = [product_with(n, start, a16, b16, add) for n in (1, 3)]
             close([found[0]], [want], tol.FP32_SUM)
             assert found[0].equal(found[1])
+
+
+def before_a_guard(x: Tensor) -> Tensor:
+    """x in its own layout, NaN before it, and after its last number memory that faults."""
+    page = mmap.PAGESIZE
+    size = -(-x.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(page), 0) == 0
+    flat = torch.frombuffer(memory, dtype=x.dtype, count=size // x.itemsize).fill_(torch.nan)
+    return flat.as_strided(x.shape, x.stride(), flat.numel() - x.numel()).copy_(x)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (17, 65, 33), (40, 64, 513), (3, 130, 31)])
+def test_widening_product_reads_its_factors_alone(shape: tuple[int, int, int]) -> None:
+    """Neither the memory around them nor what earlier products left in the packed blocks."""
+    M, N, K = shape
+    nothing = torch.full((1, 1), torch.nan, dtype=torch.bfloat16)
+    for a in (torch.randn(M, K), torch.randn(K, M).t()):
+        for b in (torch.randn(K, N), torch.randn(N, K).t()):
+            a16, b16 = before_a_guard(a.bfloat16()), before_a_guard(b.bfloat16())
+            before = nothing.expand(256, 1024), nothing.expand(1024, 1024)
+            torch.ops.ppo_kernels.widening_product_(torch.empty(256, 1024), *before, False)
+            found = product_with(1, torch.zeros(M, N), a16, b16, False)
+            close([found], [a16.double() @ b16.double()], tol.FP32_SUM)
 
 
 def product_with(threads: int, start: Tensor, a: Tensor, b: Tensor, add: bool) -> Tensor:

@@ -44,6 +44,8 @@ BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
 # less than that saves.
 SUM_BYTES = {"cpu": 70 * 2**20, "cuda": 2**30}
 ROOM_FOR_SUMS = 40 * 2**20
+# Bytes between the beginnings of tensors that share memory.
+ALIGNED = 64
 
 
 class Problem(NamedTuple):
@@ -353,7 +355,7 @@ def _carved(
     room: Tensor | None, like: Tensor, width: int, each: tuple[tuple[int, torch.dtype], ...]
 ) -> list[Tensor]:
     """Flat tensors of n * width numbers for every (n, dtype), in `room` if they fit."""
-    sizes = [-(-n * width * dtype.itemsize // 64) * 64 for n, dtype in each]
+    sizes = [-(-n * width * dtype.itemsize // ALIGNED) * ALIGNED for n, dtype in each]
     if room is None or room.numel() * room.itemsize < sum(sizes):
         room = like.new_empty(sum(sizes), dtype=torch.uint8)
     parts = room.view(-1).view(torch.uint8)[: sum(sizes)].split(sizes)
@@ -388,6 +390,7 @@ def by_columns(
     copies = p.grad_dtype != p.logits_dtype and not _narrows(p, exact)
     rounds = d_weight is not None and d_weight.dtype != p.sum_dtype
     each = (step, p.logits_dtype), (copies * step, p.grad_dtype), (rounds * H, p.sum_dtype)
+    budget -= ALIGNED * len(each)  # what rounding up to it may take
     width = max(1, min(V - first, budget // sum(n * dtype.itemsize for n, dtype in each)))
     z_room, dz_room, sums_room = _carved(room, p.hidden, width, each)
     d_x = None if d_hidden is None else p.hidden.new_zeros((n, H), dtype=p.sum_dtype)

@@ -64,6 +64,8 @@ def test_14_one_score_or_equal_scores_scale_nothing(scores: list[float]) -> None
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 0}, "batch_size must be a finite number >= 1, got 0"),
     ({"batch_size": 2.0}, "batch_size must be an integer"),
+    ({"batch_size": "64"}, "batch_size must be an integer, got '64'"),
+    ({"seed": 2**63}, "seed must be a finite number >= 0 and <= 4.29"),
     ({"batch_size": 4, "mini_batch_size": 8}, "mini_batch_size must be <= batch_size = 4, got 8"),
     ({"micro_batch_size": 64}, "micro_batch_size must be <= mini_batch_size = 32"),
     ({"ppo_epochs": True}, "ppo_epochs must be an integer"),

@@ -679,6 +679,20 @@ def test_28_ptx_batches_that_cannot_be_used_are_refused() -> None:
         tiny.trainer().step(*tiny.rows(4), ptx_batch=TEXTS)  # ptx_coef is 0
     with pytest.raises(TypeError, match=r"ptx_batch\[1\] must be a 1-D tensor of token ids"):
         tiny.trainer(ptx_coef=1.0).step(*tiny.rows(4), ptx_batch=[ids(3, 4), "text"])
+    texts = {"input_ids": [ids(3, 4), ids(5, 6, 7)]}
+    for batch, message in (
+        (iter(TEXTS), "ptx_batch must be a list or tensor, got list_iterator"),
+        ({"labels": TEXTS}, "ptx_batch must be a list or tensor, got NoneType"),
+        ([ids(3, 4), ids(*[5] * 70)], r"ptx_batch\[1\]: 70 tokens, the model takes at most 64"),
+        (texts | {"attention_mask": [ids(1, 1)]}, "ptx_batch attention_mask must have one entry"),
+        (texts | {"labels": [ids(1, 1), ids(1)]}, r"ptx_batch labels\[1\] must be one .* 3 tokens"),
+    ):
+        trainer = tiny.trainer(ptx_coef=1.0, use_score_scaling=True)
+        with pytest.raises((TypeError, ValueError), match=message):
+            trainer.step(*tiny.rows(4), ptx_batch=batch)
+        assert trainer.running.count == 0  # a second try counts no score twice
+    with pytest.raises(ValueError, match=r"ptx_batch\[0\] must be \(source, target\), got 3"):
+        tiny.trainer(seq2seq(), ptx_coef=1.0).step(*tiny.rows(4), ptx_batch=[ids(3, 4, 5)])
 
 
 def test_29_value_parameters_have_their_own_rate_and_warm_up_first() -> None:
@@ -802,10 +816,10 @@ GOOD = {"queries": [ids(3, 4), ids(5)], "responses": [ids(6, 7, 1), ids(8, 1)], 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"queries": [ids(3)] * 3}, r"responses must have one entry per query, 3, got 2"),
     ({"scores": [1.0]}, r"scores must have one entry per query, 2, got 1"),
-    ({"scores": [1.0, math.nan]}, r"scores\[1\] must be finite"),
+    ({"scores": [1.0, math.nan]}, r"scores\[1\] must be a finite number"),
     (
         {"scores": [1.0, torch.ones(2, 1)]},
-        r"scores\[1\] must be a number, or one for each of 2 tokens",
+        r"scores\[1\] must be a finite number, or one for each of 2 tokens",
     ),
     ({"scores": [torch.ones(2), 1.0]}, r"scores\[0\] .* each of 3 tokens"),
     ({"queries": [ids(3), torch.empty(0, dtype=torch.int64)]}, r"queries\[1\] is empty"),
@@ -817,18 +831,28 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
         r"responses\[1\] must hold ids in .0, 61., got 8 to 61",
     ),
     ({"queries": [ids(-1), ids(5)]}, r"queries\[0\] must hold ids"),
-    ({"queries": [ids(3), torch.full((63,), 5)]}, r"queries\[1\] and responses\[1\] have 65 tok"),
+    ({"queries": [ids(3), torch.full((63,), 5)]}, r"queries\[1\] and responses\[1\]: 65 tokens"),
     (
         {"response_masks": [ids(1, 1, 1), ids(1)]},
-        r"response_masks\[1\] must have one finite entry .* 2 resp",
+        r"response_masks\[1\] must be one finite entry for each of 2 tokens",
     ),
     ({"token_scores": [torch.ones(3)]}, r"token_scores must have one entry per query"),
     ({"truncated": [True]}, r"truncated must have one entry per query"),
     ({"queries": [ids(3)] * 5, "responses": [ids(4)] * 5, "scores": [0.0] * 5}, "batch_size = 4"),
-    ({"scores": None}, "scores must have one entry per query, got NoneType"),
-    ({"scores": 1.0}, "scores must have one entry per query, got float"),
-    ({"scores": [1.0, "good"]}, r"scores\[1\] must be a number, got 'good'"),
-    ({"scores": [None, 1.0]}, r"scores\[0\] must be a number, got None"),
+    ({"scores": None}, "scores must be a list or tensor, got NoneType"),
+    ({"scores": 1.0}, "scores must be a list or tensor, got float"),
+    ({"scores": [1.0, "good"]}, r"scores\[1\] must be a finite number.*, got 'good'"),
+    ({"scores": [None, 1.0]}, r"scores\[0\] must be a finite number.*, got None"),
+    ({"scores": [1.0, 10**400]}, r"scores\[1\] must be a finite number"),
+    ({"scores": torch.tensor(1.0)}, "scores must be a list or tensor, got Tensor"),
+    ({"queries": None}, "queries must be a list or tensor, got NoneType"),
+    ({"queries": iter([ids(3), ids(5)])}, "queries must be a list or tensor, got list_iterator"),
+    ({"response_masks": [ids(1, 1, 1), "ab"]}, r"response_masks\[1\] must be one .*, got 'ab'"),
+    ({"token_scores": [[1, [2, 3], 4], [1, 2]]}, r"token_scores\[0\] must be one finite entry"),
+    ({"token_scores": [[1, 2, 3], [1, math.inf]]}, r"token_scores\[1\] must be one finite entry"),
+    ({"rollout_logprobs": 5}, "rollout_logprobs must be a list or tensor, got int"),
+    ({"truncated": [True, None]}, r"truncated\[1\] must be a bool, got None"),
+    ({"truncated": torch.ones(2, 2)}, r"truncated\[0\] must be a bool, got shape \(2,\)"),
 ]
 
 
@@ -840,6 +864,17 @@ def test_39_a_bad_row_is_named_and_nothing_has_happened(
     with pytest.raises((ValueError, TypeError), match=message):
         trainer.rollout(**GOOD | change)
     assert trainer.step_count == 0 and trainer.running.count == 0
+
+
+def test_39_none_stands_for_a_row_without() -> None:
+    none, given = [None, torch.ones(2)], [torch.ones(3), torch.ones(2)]
+    zeros = [torch.zeros(3), torch.ones(2)]
+    one = tiny.trainer().rollout(**GOOD, response_masks=none, token_scores=none)
+    two = tiny.trainer().rollout(**GOOD, response_masks=given, token_scores=zeros)
+    assert torch.equal(one.mask, two.mask) and torch.equal(one.rewards, two.rewards)
+    assert tiny.trainer().rollout(**GOOD, rollout_logprobs=none).rollout_logprobs.isnan().any()
+    with pytest.raises(TypeError, match=r"rollout_logprobs\[0\] must be one .* got None"):
+        tiny.trainer(rollout_is_cap=2.0).rollout(**GOOD, rollout_logprobs=none)
 
 
 class Wrapper(nn.Module):
@@ -861,6 +896,8 @@ def test_39_bad_set_ups_are_named() -> None:
         PPOTrainer(tiny.trainer().config, "gpt2")
     with pytest.raises(TypeError, match="model has no values: wrap the GPT2LMHeadModel"):
         tiny.trainer(tiny.gpt2())
+    with pytest.raises(TypeError, match=r"ref_model must be an nn\.Module, got str"):
+        tiny.trainer(ref_model="gpt2")
     wrapped = Wrapper(tiny.policy())
     with pytest.raises(ValueError, match="Wrapper returns no logits: give the model inside it"):
         tiny.trainer(wrapped).rollout(*tiny.rows(4))
@@ -875,7 +912,7 @@ def test_39_bad_set_ups_are_named() -> None:
     model.generation_config.eos_token_id = None
     with pytest.raises(ValueError, match="missing_eos_penalty needs an EOS id"):
         tiny.trainer(model, missing_eos_penalty=1.0)
-    with pytest.raises(ValueError, match=r"scores\[0\] must be a number, got shape"):
+    with pytest.raises(ValueError, match=r"scores\[0\] must be a finite number, got shape"):
         q, r, _ = tiny.rows(4)
         tiny.trainer(use_score_scaling=True).rollout(q, r, [torch.ones(len(x)) for x in r])
 
@@ -884,10 +921,11 @@ def test_39_a_bad_prompt_is_named_before_anything_is_sampled() -> None:
     trainer = tiny.trainer()
     before = trainer.generator.get_state()
     for queries, options, message in (
+        (None, {}, "queries must be a list or tensor, got NoneType"),
         ([ids(3), [4, 5]], {}, r"queries\[1\] must be a 1-D tensor of token ids, got list"),
         ([ids(3), ids()], {}, r"queries\[1\] is empty"),
         ([ids(99)], {}, r"queries\[0\] must hold ids in \[0, 61\), got 99 to 99"),
-        ([ids(3)], {"max_new_tokens": 64}, r"queries\[0\] and max_new_tokens have 65 tokens"),
+        ([ids(3)], {"max_new_tokens": 64}, r"queries\[0\] and max_new_tokens: 65 tokens"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             trainer.generate(queries, **options)
@@ -911,8 +949,9 @@ def test_40_a_suspicious_number_names_its_cause(capsys: pytest.CaptureFixture[st
     trainer.step(*tiny.rows(4))
     assert "dropout is live" in capsys.readouterr().out
     trainer, q = tiny.trainer(batch_size=32), tiny.rows(32)[0]
-    with pytest.warns(UserWarning, match="top_k=1"):
+    with pytest.warns(UserWarning, match="top_k=1") as caught:
         greedy = trainer.generate(q, max_new_tokens=8, top_k=1)
+    assert caught[0].filename == __file__
     trainer.step(q, greedy, [0.0] * 32)
     assert "more likely than samples of the policy" in capsys.readouterr().out
     model = tiny.policy()
@@ -943,6 +982,33 @@ def test_40_ordinary_samples_raise_no_alarm(capsys: pytest.CaptureFixture[str]) 
     assert "impossible" not in capsys.readouterr().out  # and `_quiet` sees no warning
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_40_few_responses_raise_no_alarm(n: int) -> None:
+    """Of one response the standard error is unknown, of two it is often far too small."""
+    model, ref = tiny.policy(), tiny.policy()
+    with torch.no_grad():
+        for p in ref.parameters():
+            p += 0.003 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    trainer = tiny.trainer(model, ref, batch_size=n, mini_batch_size=n, learning_rate=0.0)
+    kls = []
+    for seed in range(30):
+        q = tiny.rows(n, seed)[0]
+        stats = trainer.step(q, trainer.generate(q, max_new_tokens=8), [0.0] * n)
+        assert stats["objective/kl_z"] > -5
+        kls.append(stats["objective/kl"])
+    assert min(kls) < 0
+
+
+def test_a_minibatch_without_gradients_on_another_device() -> None:
+    """The norm of no gradients is on the CPU, the rest is where the model is: here on "meta"."""
+    from ppo_kernels.ranks import Ranks
+    from ppo_kernels.trainer import stats
+
+    parts = [{"ppo/grad_norm": nn.utils.get_total_norm([])}]
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):  # so far it comes
+        stats.of_minibatch(parts, 0.0, tiny.trainer().config, Ranks(None, torch.device("meta")))
+
+
 def test_rewards_per_token_are_in_the_mean_reward() -> None:
     q, r, _ = tiny.rows(4)
     stats = tiny.trainer().step(q, r, [torch.arange(float(len(x))) for x in r])
@@ -955,8 +1021,9 @@ def test_one_reward_for_the_one_token_of_a_response() -> None:
     """[1] is a score, which is clipped, unless another row shows that rewards are per token."""
     q, r = tiny.rows(2)[0], [ids(5), ids(6, 7)]
     trainer = tiny.trainer(score_clip=0.5, init_kl_coef=0.0)
-    ro = trainer.rollout(q, r, [torch.tensor([3.0]), torch.tensor([3.0, 3.0])])
-    assert ro.rewards.sum(-1).tolist() == [3.0, 6.0]
+    for kind in (torch.tensor, list):
+        ro = trainer.rollout(q, r, [kind([3.0]), kind([3.0, 3.0])])
+        assert ro.rewards.sum(-1).tolist() == [3.0, 6.0]
     ro = trainer.rollout(q, r, [torch.tensor([3.0]), torch.tensor(3.0)])
     assert ro.rewards.sum(-1).tolist() == [0.5, 0.5]
 
@@ -1054,6 +1121,35 @@ def test_seq2seq_rows_equal_each_row_alone_with_or_without_the_start_token() -> 
             assert torch.equal(row, getattr(again, name)[i][again.mask[i]]), name
             close(row, getattr(alone, name)[0][alone.mask[0]], **tol.REORDERED, msg=name)
     assert together.mask.sum() == sum(int(m.sum()) for m in masks) and together.kl.any()
+
+
+def bart() -> Any:
+    from ppo_kernels.models import AutoModelForSeq2SeqLMWithValueHead
+
+    torch.manual_seed(0)
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder")
+             for what, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))}  # fmt: skip
+    config = transformers.BartConfig(
+        vocab_size=tiny.VOCAB, d_model=16, max_position_embeddings=32, **sizes
+    )
+    return AutoModelForSeq2SeqLMWithValueHead(transformers.BartForConditionalGeneration(config))
+
+
+def test_39_encoder_and_decoder_have_so_many_positions_each() -> None:
+    trainer, long = tiny.trainer(bart()), ids(*[5] * 33)
+    start = ids(trainer.model.config.decoder_start_token_id)
+    assert len(trainer.rollout([long[1:]], [torch.cat([start, long[2:]])], [1.0])) == 1
+    for q, r in ((long, start), (start, long[1:])):
+        with pytest.raises(ValueError, match=r"queries\[0\] and responses\[0\]: 33 tokens"):
+            trainer.rollout([q], [r], [1.0])
+
+
+def test_36_a_bias_of_another_dtype_than_the_head() -> None:
+    model = bart()
+    plain = tiny.trainer(model).rollout(*tiny.rows(4))
+    model.pretrained_model.final_logits_bias = model.pretrained_model.final_logits_bias.double()
+    assert torch.equal(tiny.trainer(model).rollout(*tiny.rows(4)).logprobs, plain.logprobs)
+    tiny.trainer(model, kl_penalty="full").rollout(*tiny.rows(4))
 
 
 def test_seq2seq_training_raises_the_reward() -> None:

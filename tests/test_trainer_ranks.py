@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def run(shard: str | None, rank: int, mode: str) -> dict[str, Any]:
     return {"stats": keep, "weights": weights, "kl_coef": trainer.kl_ctl.value}
 
 
-def decisions(rank: int) -> dict[str, Any]:
+def decisions(rank: int, folder: str) -> dict[str, Any]:
     """Guards that only one rank's rows call for, and bad input on one rank."""
     q, r, s = tiny.rows(4, seed=rank)
     out: dict[str, Any] = {}
@@ -65,6 +66,20 @@ def decisions(rank: int) -> dict[str, Any]:
         trainer.step(q, r, s if rank == 0 else [float("nan")] * 4)
     except (ValueError, RuntimeError) as e:
         out["error"] = f"{type(e).__name__}: {e}"
+    bad = [torch.tensor([3, 4 + 99 * rank])] * 8
+    failing = {
+        "prompt": lambda: trainer.train(bad, lambda p, r: [0.0] * 4, steps=1, max_new_tokens=2),
+        "save": lambda: trainer.save_checkpoint("/dev/null/ppo.pt"),  # which only rank 0 does
+        "load": lambda: trainer.load_checkpoint(f"{folder}/{rank}.pt"),  # rank 0 has one
+        "state": lambda: trainer.load_state_dict({} if rank else state),
+    }
+    state = trainer.state_dict()
+    trainer.save_checkpoint(f"{folder}/0.pt")
+    for name, call in failing.items():
+        try:
+            call()
+        except Exception as e:
+            out[name] = f"{type(e).__name__}: {e}"
     prompts = [torch.tensor([3 + i, 4]) for i in range(16)]
     seen: list[int] = []
 
@@ -82,11 +97,12 @@ def decisions(rank: int) -> dict[str, Any]:
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    store = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", **store, timeout=timedelta(seconds=60))  # a hang is an error
     try:
         out: dict[str, Any] = {s: run(s, rank, m) for s in SHARDS for m in MODES[:1]}
         out |= {f"{s} {m}": run(s, rank, m) for s in ("uneven",) for m in MODES[1:]}
-        out["decisions"] = decisions(rank)
+        out["decisions"] = decisions(rank, folder)
         torch.save(out, f"{folder}/{rank}.pt")
         dist.barrier()
     except BaseException:
@@ -127,8 +143,19 @@ def test_26_27_37_ranks_decide_alike(ranks: list[dict[str, Any]]) -> None:
 
 def test_37_bad_input_on_one_rank_raises_on_all(ranks: list[dict[str, Any]]) -> None:
     told, named = (rank["decisions"]["error"] for rank in ranks)
-    assert named.startswith("ValueError: scores[0] must be finite")
+    assert named.startswith("ValueError: scores[0] must be a finite number")
     assert told.startswith("RuntimeError: another rank failed")
+
+
+def test_37_what_fails_on_one_rank_raises_on_all(ranks: list[dict[str, Any]]) -> None:
+    for name, failing, error in (
+        ("prompt", 1, "ValueError: queries[0] must hold ids in [0, 61)"),
+        ("save", 0, "FileExistsError"),
+        ("load", 1, "FileNotFoundError"),
+        ("state", 1, "ValueError: this is no state of PPOTrainer"),
+    ):
+        assert ranks[failing]["decisions"][name].startswith(error)
+        assert ranks[1 - failing]["decisions"][name].startswith("RuntimeError: another rank failed")
 
 
 def test_37_38_ranks_have_their_own_prompts_and_seeds(ranks: list[dict[str, Any]]) -> None:

@@ -247,6 +247,19 @@ def test_35_an_interrupted_reward_leaves_a_point_to_go_on_from(tmp_path: Path) -
     assert plain(rest) == plain(whole[2:])
 
 
+def test_35_a_batch_that_cannot_be_used_is_not_drawn() -> None:
+    trainer = make()
+    place, random_state = dict(trainer.place), trainer.generator.get_state()
+    for prompts, scores, message in (
+        (PROMPTS, lambda p, r: [float("nan")] * 4, r"scores\[0\] must be a finite number"),
+        (PROMPTS, lambda p, r: [1.0], "scores must have one entry per query, 4, got 1"),
+        ([""] * 4, lambda p, r: [1.0] * 4, r"queries\[0\] is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer.train(prompts, scores, steps=1, max_new_tokens=3)
+        assert trainer.place == place and torch.equal(trainer.generator.get_state(), random_state)
+
+
 def test_35_numpy_numbers_in_the_config_do_not_spoil_the_checkpoint(tmp_path: Path) -> None:
     trainer = make(learning_rate=np.float64(3e-3), gamma=np.float32(1.0))
     trainer.save_checkpoint(tmp_path / "ppo.pt")
@@ -255,5 +268,6 @@ def test_35_numpy_numbers_in_the_config_do_not_spoil_the_checkpoint(tmp_path: Pa
 
 def test_35_settings_that_the_saved_state_overrides_are_named(tmp_path: Path) -> None:
     make().save_checkpoint(tmp_path / "ppo.pt")
-    with pytest.warns(UserWarning, match=r"learning_rate=0\.003, this trainer 0\.5"):
+    with pytest.warns(UserWarning, match=r"learning_rate=0\.003, this trainer 0\.5") as caught:
         make(learning_rate=0.5).load_checkpoint(tmp_path / "ppo.pt")
+    assert caught[0].filename == __file__

@@ -58,7 +58,7 @@ def check(state: dict[str, Any], own: dict[str, Any]) -> None:
         was, now = state["config"][name], own["config"][name]
         if was != now:
             said = f"the saved run had {name}={was}, this trainer {now}: the saved state goes on"
-            warnings.warn(said, stacklevel=4)
+            warnings.warn(said, stacklevel=5)
 
 
 def frozen_sum(model: nn.Module, ref_model: nn.Module | None) -> float:

@@ -14,7 +14,7 @@ CHOICES = {"kl_penalty": tuple(KL_KINDS), "kl_placement": ("token", "terminal_me
 CHOICES |= {"kl_unit": ("sequence", "token"), "loss_agg_mode": AGG_MODES}
 # Numbers are finite and >= 0, integers >= 1, but for these: (low, high, low itself excluded).
 RANGES = {"gamma": (0, 1), "lam": (0, 1), "dual_clip": (1, None, True)}
-RANGES |= dict.fromkeys(("critic_warmup_steps", "seed"), (0,))
+RANGES |= {"critic_warmup_steps": (0,), "seed": (0, 2**32 - 1)}
 POSITIVE = "target horizon target_kl temperature max_grad_norm score_clip cliprange_value"
 POSITIVE += " loss_divisor rollout_is_cap ratio_threshold"
 RANGES |= dict.fromkeys(POSITIVE.split(), (0, None, True))
@@ -81,10 +81,10 @@ class PPOConfig:
     temperature: float = 1.0  # of generate, policy and reference alike (TRL: generation's only)
 
     def __post_init__(self) -> None:
-        if self.mini_batch_size is None:
-            self.mini_batch_size = min(self.batch_size, 32)
         for field in dataclasses.fields(self):
             setattr(self, field.name, _checked(field.name, field.type, getattr(self, field.name)))
+        if self.mini_batch_size is None:
+            self.mini_batch_size = min(self.batch_size, 32)
         for small, large in (("micro", "mini_batch_size"), ("mini", "batch_size")):
             size, most = getattr(self, f"{small}_batch_size") or 1, getattr(self, large)
             if size > most:

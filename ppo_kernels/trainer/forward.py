@@ -49,9 +49,9 @@ class Reader:
                 else:
                     x = hidden_states(self.model, **inputs)
                 head = lm_head(self.model)
-                if self.bf16:
-                    bias = head.bias if head.bias is None else head.bias.bfloat16()
-                    head = dataclasses.replace(head, weight=head.weight.bfloat16(), bias=bias)
+                dtype = torch.bfloat16 if self.bf16 else head.weight.dtype
+                bias = head.bias if head.bias is None else head.bias.to(dtype)
+                head = dataclasses.replace(head, weight=head.weight.to(dtype), bias=bias)
         x = x.flatten(0, 1).index_select(0, batch.at)
         options = {"temperature": temperature, "return_entropy": True}
         if head is None:

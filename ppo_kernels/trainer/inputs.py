@@ -23,7 +23,7 @@ class InputChecker:
         seq2seq = getattr(model_config, "is_encoder_decoder", False)
         self.start = model_config.decoder_start_token_id if seq2seq else None
         length = getattr(model_config, "max_position_embeddings", None) or 0
-        self.max_length = length if length > 0 and not seq2seq else math.inf
+        self.max_length = length if length > 0 else math.inf
 
     def __call__(
         self,
@@ -39,35 +39,33 @@ class InputChecker:
         gives rewards per token), finished, truncated. token_scores, rollout_logprobs: flat over
         all response tokens.
         """
-        B, most = len(queries), self.cfg.batch_size
-        lists = {"response_masks": response_masks, "truncated": truncated}
-        lists |= {"token_scores": token_scores, "rollout_logprobs": rollout_logprobs}
-        given = {name: x for name, x in lists.items() if x is not None}
-        for name, x in {"responses": responses, "scores": scores, **given}.items():
-            if not hasattr(x, "__len__"):
-                raise TypeError(f"{name} must have one entry per query, got {type(x).__name__}")
-            if len(x) != B:
-                raise ValueError(f"{name} must have one entry per query, {B}, got {len(x)}")
+        B, most, cap = length("queries", queries), self.cfg.batch_size, self.cfg.rollout_is_cap
+        length("responses", responses, B)
         if most < B:
             raise ValueError(f"queries must be at most batch_size = {most}, got {B}")
-        if self.cfg.rollout_is_cap is not None and rollout_logprobs is None:
+        if cap is not None and rollout_logprobs is None:
             raise ValueError("rollout_is_cap needs rollout_logprobs, got None")
         responses = [self.ids(f"responses[{i}]", r) for i, r in enumerate(responses)]
         sizes = [len(r) for r in responses]
-        rows = enumerate(zip(queries, sizes))
+        first = [int(self.start is not None and r[:1].tolist() == [self.start]) for r in responses]
+        rows = enumerate(zip(queries, map(int.__sub__, sizes, first)))
         queries = [self.query(f"queries[{i}]", q, f"responses[{i}]", n) for i, (q, n) in rows]
         scores, rewards = self._scores(scores, sizes)
         added = _per_token("token_scores", token_scores, sizes, 0.0)
         masks = _per_token("response_masks", response_masks, sizes, 1.0)
-        sampler = _per_token("rollout_logprobs", rollout_logprobs, sizes, math.nan)
-        first = [int(self.start is not None and r[:1].tolist() == [self.start]) for r in responses]
+        fill = math.nan if cap is None else None
+        sampler = _per_token("rollout_logprobs", rollout_logprobs, sizes, fill)
         responses, masks, rewards, sampler = (
             [x[start:] for x, start in zip(xs, first)]
             for xs in (responses, masks, map(torch.add, rewards, added), sampler)
         )
         out = {"queries": queries, "responses": responses, "response_masks": masks}
         finished = torch.tensor([bool(torch.isin(r, self.eos).any()) for r in responses]).bool()
-        cut_off = ~finished if truncated is None else torch.tensor([*map(bool, truncated)]).bool()
+        cut_off = ~finished
+        if truncated is not None:
+            length("truncated", truncated, B)
+            flags = [_finite(f"truncated[{i}]", x, "a bool", ()) for i, x in enumerate(truncated)]
+            cut_off = torch.tensor(flags) != 0
         out |= {"scores": scores, "finished": finished, "truncated": cut_off}
         for name, xs in (("token_scores", rewards), ("rollout_logprobs", sampler)):
             out[name] = torch.cat([torch.empty(0), *xs])
@@ -84,38 +82,35 @@ class InputChecker:
             raise ValueError(f"{name} must hold ids in [0, {V}), got {got}")
         return x
 
-    def query(self, name: str, x: Any, response: str, n: int) -> Tensor:
+    def query(self, name: str, x: Any, response: str = "", n: int = 0) -> Tensor:
         """The ids of a query that is not empty and leaves room for n tokens of a response."""
         x = self.ids(name, x)
         if not len(x):
             raise ValueError(f"{name} is empty: the first action needs a token before it")
-        if len(x) + n > self.max_length:
-            raise ValueError(
-                f"{name} and {response} have {len(x) + n} tokens together, "
-                f"the model takes at most {self.max_length}"
-            )
+        # A seq2seq model's encoder and decoder, which starts with a token more, share no positions.
+        total = len(x) + n if self.start is None else max(len(x), 1 + n)
+        if total > self.max_length:
+            what = f"{name} and {response}" if response else name
+            raise ValueError(f"{what}: {total} tokens, the model takes at most {self.max_length}")
         return x
 
     def _scores(self, scores: Any, sizes: list[int]) -> tuple[Tensor, list[Tensor]]:
         """([B] scores of whole responses, [n] rewards of the tokens of each)."""
-        # [1] is a number for the response, unless other rows show that it is one for its one token.
-        per_token = any(getattr(s, "ndim", 0) == 1 and len(s) != 1 for s in scores)
-        whole, rewards = torch.zeros(len(sizes)), [torch.zeros(n) for n in sizes]
+        length("scores", scores, len(sizes))
+        given, scaled = [], self.cfg.use_score_scaling
         for i, (score, n) in enumerate(zip(scores, sizes)):
-            try:
-                x = torch.as_tensor(score, dtype=torch.float32).detach().cpu()
-            except (TypeError, ValueError, RuntimeError):
-                raise TypeError(f"scores[{i}] must be a number, got {score!r}") from None
-            if not torch.isfinite(x).all():
-                raise ValueError(f"scores[{i}] must be finite, got {x.tolist()}")
-            shape, scaled = tuple(x.shape), self.cfg.use_score_scaling
-            if shape == () or (shape == (1,) and not (per_token and n == 1)):
-                whole[i] = float(x)
-            elif shape != (n,) or scaled:
-                or_tokens = "" if scaled else f", or one for each of {n} tokens"
-                raise ValueError(f"scores[{i}] must be a number{or_tokens}, got shape {shape}")
-            else:
+            kind, shapes = "a finite number", [(), (1,)]
+            if not scaled:
+                kind, shapes = f"{kind}, or one for each of {n} tokens", [*shapes, (n,)]
+            given.append(_finite(f"scores[{i}]", score, kind, *shapes))
+        # [1] is a number for the response, unless other rows show that it is one for its one token.
+        per_token = any(x.dim() and len(x) != 1 for x in given)
+        whole, rewards = torch.zeros(len(sizes)), [torch.zeros(n) for n in sizes]
+        for i, (x, n) in enumerate(zip(given, sizes)):
+            if x.dim() and (len(x) != 1 or (per_token and n == 1)):
                 rewards[i] = x
+            else:
+                whole[i] = float(x)
         return whole, rewards
 
     def ptx(self, batch: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -127,25 +122,54 @@ class InputChecker:
         given = batch if hasattr(batch, "keys") else {"input_ids": batch}
         if given is batch and self.start is not None:
             raise TypeError("ptx_batch must hold (source, target) pairs for seq2seq, got a dict")
+        texts = given.get("input_ids")
+        names = [f"ptx_batch[{i}]" for i in range(length("ptx_batch", texts))]
         if self.start is not None:
-            pairs = [[self.ids(f"ptx_batch[{i}]", x) for x in pair] for i, pair in enumerate(batch)]
-            return [(x, y, torch.ones_like(y)) for x, y in pairs]
-        texts = [self.ids(f"ptx_batch[{i}]", x) for i, x in enumerate(given["input_ids"])]
-        real = [m.cpu() != 0 for m in given.get("attention_mask", map(torch.ones_like, texts))]
-        learnt = [y.cpu() != -100 for y in given.get("labels", texts)]
-        rows = [(x[m], y[m]) for x, y, m in zip(texts, learnt, real)]
-        return [(x[:1], x[1:], mask[1:]) for x, mask in rows if len(x) > 1]
+            rows = []
+            for name, pair in zip(names, texts):
+                if length(name, pair) != 2:
+                    raise ValueError(f"{name} must be (source, target), got {len(pair)} entries")
+                y = self.ids(name, pair[1])
+                rows.append((self.query(name, pair[0], "target", len(y)), y, torch.ones_like(y)))
+            return rows
+        texts = [*map(self.ids, names, texts)]
+        sizes = [len(x) for x in texts]
+        real = _per_token("ptx_batch attention_mask", given.get("attention_mask"), sizes, 1.0)
+        labels = _per_token("ptx_batch labels", given.get("labels"), sizes, 0.0)
+        rows = [(x[m != 0], (y != -100)[m != 0]) for x, y, m in zip(texts, labels, real)]
+        rows = [(self.query(name, x), mask) for name, (x, mask) in zip(names, rows) if len(x) > 1]
+        return [(x[:1], x[1:], mask[1:]) for x, mask in rows]
 
 
-def _per_token(name: str, rows: Any, sizes: list[int], fill: float) -> list[Tensor]:
-    """[n] fp32, finite, for each response; of `fill` if nothing was given."""
-    if rows is None:
-        return [torch.full((n,), fill) for n in sizes]
-    rows = [torch.as_tensor(row).detach().cpu().float() for row in rows]
+def length(name: str, x: Any, n: int | None = None) -> int:
+    """len(x) of a list, tensor or array; it must be n if that is given."""
+    try:
+        got = len(x)
+    except TypeError:
+        raise TypeError(f"{name} must be a list or tensor, got {type(x).__name__}") from None
+    if n is not None and got != n:
+        raise ValueError(f"{name} must have one entry per query, {n}, got {got}")
+    return got
+
+
+def _finite(name: str, x: Any, kind: str, *shapes: tuple[int, ...]) -> Tensor:
+    """x as finite fp32 of one of the shapes, on the CPU."""
+    try:
+        y = torch.as_tensor(x, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{name} must be {kind}, got {x!r:.80}") from None
+    if tuple(y.shape) not in shapes or not torch.isfinite(y).all():
+        got = f"shape {tuple(y.shape)}: {y.flatten()[:8].tolist()}"
+        raise ValueError(f"{name} must be {kind}, got {got}")
+    return y
+
+
+def _per_token(name: str, rows: Any, sizes: list[int], fill: float | None) -> list[Tensor]:
+    """[n] fp32 for each response, finite; or of `fill`, if it has one, where None was given."""
+    rows, out = [None] * len(sizes) if rows is None else rows, []
+    length(name, rows, len(sizes))
     for i, (x, n) in enumerate(zip(rows, sizes)):
-        if tuple(x.shape) != (n,) or not torch.isfinite(x).all():
-            raise ValueError(
-                f"{name}[{i}] must have one finite entry for each of the {n} response tokens, "
-                f"got shape {tuple(x.shape)}: {x.flatten()[:8].tolist()}"
-            )
-    return rows
+        kind, absent = f"one finite entry for each of {n} tokens", x is None and fill is not None
+        x = torch.full((n,), fill) if absent else _finite(f"{name}[{i}]", x, kind, (n,))
+        out.append(x)
+    return out

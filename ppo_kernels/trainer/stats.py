@@ -44,7 +44,8 @@ def of_minibatch(
 ) -> dict[str, Any]:
     """SUMS and PEAKS of its parts on all ranks, in one copy to the host; its tokens and verdict."""
     zero = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    rows = [[part.get(name, zero).double() for name in SUMS + PEAKS] for part in ({}, *parts)]
+    # .to: the norm of no gradients is on the CPU.
+    rows = [[part.get(name, zero).to(zero) for name in SUMS + PEAKS] for part in ({}, *parts)]
     sums, peaks = torch.stack([torch.stack(row) for row in rows]).tensor_split([len(SUMS)], -1)
     numbers = torch.cat([ranks.sum(sums.sum(0)), ranks.max(peaks.amax(0))])
     mb = dict(zip(SUMS + PEAKS, numbers.tolist())) | {"tokens": tokens}
@@ -76,7 +77,8 @@ def of_update(minibatches: list[dict[str, Any]], per_epoch: int) -> dict[str, fl
     }
 
 
-# var is unbiased; z: the mean in its own standard errors; what is undefined is 0.
+# var is unbiased; what is undefined is 0. z: the mean in its own standard errors, which is t with
+# n-1 degrees of freedom, made as likely (roughly) as a normal number: few samples reach far out.
 Moments = namedtuple("Moments", "n sum mean var std z")
 
 
@@ -88,8 +90,10 @@ def _moments(vectors: dict[str, Tensor], ranks: Ranks) -> dict[str, Moments]:
     for name, (n, total, squares) in zip(vectors, ranks.sum(torch.stack(sums)).tolist()):
         mean = total / max(n, 1)
         var = max(squares - n * mean**2, 0.0) / max(n - 1, 1)
-        std = math.sqrt(var)
-        out[name] = Moments(n, total, mean, var, std, mean * n**0.5 / max(std, 1e-12))
+        std, free = math.sqrt(var), max(n - 1, 1e-12)
+        t = mean * n**0.5 / max(std, 1e-12)
+        z = math.copysign(math.sqrt(free * math.log1p(t * t / free)), t)
+        out[name] = Moments(n, total, mean, var, std, z)
     return out
 
 

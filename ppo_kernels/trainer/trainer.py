@@ -20,7 +20,7 @@ from ppo_kernels.trainer import checkpoint, stats
 from ppo_kernels.trainer.config import KL_KINDS, PPOConfig
 from ppo_kernels.trainer.control import AdaptiveKLController, FixedKLController, RunningMoments
 from ppo_kernels.trainer.forward import Reader, full_kl
-from ppo_kernels.trainer.inputs import InputChecker
+from ppo_kernels.trainer.inputs import InputChecker, length
 from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, Rollout, collate
 
 # Options of generate() that would make it return something else than a sample per query.
@@ -70,8 +70,9 @@ class PPOTrainer:
     ) -> None:
         if not isinstance(config, PPOConfig):
             raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+        for name, x in {"model": model, "ref_model": ref_model or model}.items():
+            if not isinstance(x, nn.Module):
+                raise TypeError(f"{name} must be an nn.Module, got {type(x).__name__}")
         self.config = cfg = dataclasses.replace(config)
         self.model, self.tokenizer, self.lr_scheduler = model, tokenizer, lr_scheduler
         first = next(model.parameters(), torch.empty(0))
@@ -159,7 +160,7 @@ class PPOTrainer:
         and generation_config stay as they are. return_prompt puts the query in front.
         """
         self._check_sampling(gen_kwargs)
-        if not len(queries):
+        if not length("queries", queries):
             return []
         room = ("max_new_tokens", gen_kwargs.get("max_new_tokens") or 1)
         prompts = [self.inputs.query(f"queries[{i}]", q, *room) for i, q in enumerate(queries)]
@@ -193,7 +194,7 @@ class PPOTrainer:
                 )
             if value not in PLAIN_SAMPLING.get(name, (value,)):
                 other = f"generate({name}={value!r}) samples from another policy than is trained: "
-                warnings.warn(other + "expect negative KL and biased updates", stacklevel=3)
+                warnings.warn(other + "expect negative KL and biased updates", stacklevel=4)
 
     # ------------------------------------------------------------------------------- rollout
 
@@ -208,7 +209,8 @@ class PPOTrainer:
         a number, a 0-D or [1] tensor, or one reward per response token. Options, lists with one
         entry per response: response_masks, 0 where a token was not chosen by the policy (a reward
         on it counts nowhere); truncated, whether it was cut off (default: it has no EOS);
-        token_scores, rewards per token besides the score; rollout_logprobs, by the sampler.
+        token_scores, rewards per token besides the score; rollout_logprobs, by the sampler. But for
+        truncated, None stands for a row that has none.
 
         Order: raw score -> running scale -> clip -> missing-EOS penalty -> on the last action ->
         + KL penalty -> optional whitening. Of the trainer, only the running moments move.
@@ -313,6 +315,7 @@ class PPOTrainer:
     ) -> dict[str, float]:
         """`update(rollout(...))`: one PPO iteration on a batch; returns its statistics."""
         began = time.perf_counter()
+        self.ranks.together(self.inputs.ptx, ptx_batch)  # before the running moments move
         rollout = self.rollout(queries, responses, scores, response_masks=response_masks, **options)
         scored = time.perf_counter()
         out = self.update(rollout, ptx_batch=ptx_batch)
@@ -437,7 +440,8 @@ class PPOTrainer:
         for _, rows in zip(range(steps), chain.from_iterable(epochs)):
             random = self.generator.get_state()
             try:
-                sampled = self._sample([prompts[i] for i in rows], texts, reward_fn, gen_kwargs)
+                asked = [prompts[i] for i in rows]
+                sampled = self.ranks.together(self._sample, asked, texts, reward_fn, gen_kwargs)
             except BaseException:  # as if the batch had not been drawn: a checkpoint now is sound
                 self.generator.set_state(random)
                 self.place["cursor"] -= 1
@@ -453,14 +457,16 @@ class PPOTrainer:
         """(queries, responses, scores) of some prompts."""
         queries = asked
         if texts:
-            queries = [torch.tensor(self.tokenizer(text)["input_ids"]) for text in asked]
+            tokens = [self.tokenizer(text)["input_ids"] for text in asked]
+            queries = [torch.tensor(x, dtype=torch.int64) for x in tokens]
         said = responses = self.generate(queries, **options)
         if texts:
             said = [self.tokenizer.decode(r, skip_special_tokens=True) for r in responses]
         try:
-            scores = self.ranks.together(reward_fn, asked, said)
+            scores = reward_fn(asked, said)
         except Exception as e:
             raise RuntimeError(f"reward_fn failed at step {self.step_count + 1}: {e}") from e
+        self.inputs(queries, responses, scores)  # while the batch can still be drawn again
         return queries, responses, scores
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -486,7 +492,7 @@ class PPOTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where state_dict() was called; everything is checked before anything changes."""
-        checkpoint.check(state, self._state())
+        self.ranks.together(checkpoint.check, state, self._state())
         for name in STATEFUL:
             if state[name] is not None:
                 getattr(self, name).load_state_dict(state[name])
@@ -501,13 +507,12 @@ class PPOTrainer:
     def save_checkpoint(self, path: str | Path) -> None:
         """state_dict() in one file, which takes the place of `path` only when it is complete."""
         state = self._state()
-        if self.ranks.rank == 0:
-            checkpoint.write(state, Path(path))
-        self.ranks.sum(torch.zeros(1, device=self.device))  # no rank goes on before it is there
+        first = self.ranks.rank == 0  # no rank goes on before the file is there
+        self.ranks.together(lambda: first and checkpoint.write(state, Path(path)))
 
     def load_checkpoint(self, path: str | Path) -> None:
         """load_state_dict of a file that save_checkpoint wrote."""
-        self.load_state_dict(checkpoint.read(Path(path)))
+        self.load_state_dict(self.ranks.together(checkpoint.read, Path(path)))
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -1,5 +1,6 @@
 """Checkpoints: 2 + 2 steps are 4 steps bit for bit, and no crash leaves half a file. Item 35."""
 
+import copy
 import os
 import random
 import signal
@@ -81,6 +82,23 @@ def test_35_the_dataloader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> 
     second.load_checkpoint(tmp_path / "ppo.pt")
     rest = [batch["i"] for _ in range(2) for batch in second.dataloader]
     assert [begun, *rest] == whole
+
+
+def test_35_dataloader_and_train_have_a_place_each(tmp_path: Path) -> None:
+    """Training on many prompts is not the end of a short dataset, before or after a resume."""
+
+    def make_both() -> PPOTrainer:
+        rows = [{"i": i} for i in range(12)]
+        return PPOTrainer(tiny.trainer().config, tiny.policy(), None, tiny.Tokenizer(), rows)
+
+    trainer, other = make_both(), make_both()
+    seen = next(iter(trainer.dataloader))["i"]
+    trainer.train(PROMPTS, reward, steps=4, max_new_tokens=2)
+    trainer.save_checkpoint(tmp_path / "ppo.pt")
+    other.load_checkpoint(tmp_path / "ppo.pt")
+    for t in (trainer, other):
+        assert sorted(seen + [i for batch in t.dataloader for i in batch["i"]]) == list(range(12))
+    assert other.places["prompts"] == {"epoch": 0, "cursor": 4}
 
 
 def test_35_config_steps_counts_what_was_done_before(tmp_path: Path) -> None:
@@ -249,7 +267,7 @@ def test_35_an_interrupted_reward_leaves_a_point_to_go_on_from(tmp_path: Path) -
 
 def test_35_a_batch_that_cannot_be_used_is_not_drawn() -> None:
     trainer = make()
-    place, random_state = dict(trainer.place), trainer.generator.get_state()
+    places, random_state = copy.deepcopy(trainer.places), trainer.generator.get_state()
     for prompts, scores, message in (
         (PROMPTS, lambda p, r: [float("nan")] * 4, r"scores\[0\] must be a finite number"),
         (PROMPTS, lambda p, r: [1.0], "scores must have one entry per query, 4, got 1"),
@@ -257,7 +275,7 @@ def test_35_a_batch_that_cannot_be_used_is_not_drawn() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             trainer.train(prompts, scores, steps=1, max_new_tokens=3)
-        assert trainer.place == place and torch.equal(trainer.generator.get_state(), random_state)
+        assert trainer.places == places and torch.equal(trainer.generator.get_state(), random_state)
 
 
 def test_35_numpy_numbers_in_the_config_do_not_spoil_the_checkpoint(tmp_path: Path) -> None:

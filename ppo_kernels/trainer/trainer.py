@@ -96,10 +96,10 @@ class PPOTrainer:
         self.running = RunningMoments()
         self.generator = torch.Generator().manual_seed(cfg.seed + 100_003 * self.ranks.rank)
         self.step_count = self.samples = 0
-        self.place = {"epoch": 0, "cursor": 0}  # in the data
+        self.places = {data: {"epoch": 0, "cursor": 0} for data in ("dataset", "prompts")}
         self.dataloader = None
         if dataset is not None:
-            order, collator = self._order(len(dataset)), data_collator or _columns
+            order, collator = self._order("dataset", len(dataset)), data_collator or _columns
             self.dataloader = DataLoader(dataset, batch_sampler=order, collate_fn=collator)
 
     def _set_tokens(self, pad_token_id: int | None) -> None:
@@ -142,9 +142,9 @@ class PPOTrainer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._policy_parameters = [p for p in self.parameters if p not in values]
 
-    def _order(self, n: int) -> BatchOrder:
-        """The order of n rows, from self.place on, which survives checkpoints."""
-        cfg, ranks, place = self.config, self.ranks, self.place
+    def _order(self, data: str, n: int) -> BatchOrder:
+        """The order of its n rows, from the place that was come to, which survives checkpoints."""
+        cfg, ranks, place = self.config, self.ranks, self.places[data]
         return BatchOrder(n, cfg.batch_size, cfg.seed, cfg.shuffle, ranks.rank, ranks.size, place)
 
     # ------------------------------------------------------------------------------ sampling
@@ -436,7 +436,7 @@ class PPOTrainer:
         texts = len(prompts) > 0 and isinstance(prompts[0], str)
         if texts and self.tokenizer is None:
             raise ValueError("prompts are texts, which needs a tokenizer, got None")
-        epochs, history = repeat(self._order(len(prompts))), []
+        epochs, history = repeat(self._order("prompts", len(prompts))), []
         for _, rows in zip(range(steps), chain.from_iterable(epochs)):
             random = self.generator.get_state()
             try:
@@ -444,7 +444,7 @@ class PPOTrainer:
                 sampled = self.ranks.together(self._sample, asked, texts, reward_fn, gen_kwargs)
             except BaseException:  # as if the batch had not been drawn: a checkpoint now is sound
                 self.generator.set_state(random)
-                self.place["cursor"] -= 1
+                self.places["prompts"]["cursor"] -= 1
                 raise
             history.append(self.step(*sampled))
             for callback in callbacks:
@@ -485,7 +485,7 @@ class PPOTrainer:
             "config": dataclasses.asdict(self.config),
             "model": {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad},
             "counts": {"step_count": self.step_count, "samples": self.samples},
-            "place": self.place,
+            "places": self.places,
             "frozen": self._frozen_sum,
             "random": self.ranks.gather(random),
         }
@@ -500,7 +500,8 @@ class PPOTrainer:
             for name, x in state["model"].items():
                 self.model.get_parameter(name).copy_(x)
         vars(self).update(state["counts"])
-        self.place.update(state["place"])
+        for data, place in state["places"].items():
+            self.places[data].update(place)
         random = state["random"][self.ranks.rank]
         checkpoint.set_random_state(random, self.generator, self.device)
 

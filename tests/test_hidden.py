@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tolerances as tol
 import torch
+from memory import peak_bytes
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -238,6 +239,43 @@ def test_16_bit_sums_in_place(
     expected = -by_logits(want)[0].sum() / (x["labels"] != -100).sum()
     for a, e in zip(gradients(loss, x), gradients(expected, want)):
         assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
+
+
+def test_16_bit_sums_with_an_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns made again need the entropy of their rows."""
+    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", 0)
+    x = problem(40, 8, 33, torch.bfloat16)
+    tokens, options = loss_inputs(x)
+    options["ent_coef"] = 3.0
+    want = exact(x)
+    arguments = (x["hidden"], x["weight"], x["labels"], *tokens)
+    got = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], chunk_tokens=7, **options)
+    expected = gradients(expected_loss(want, tokens, options).loss, want)
+    for a, e in zip(gradients(got.loss, x), expected):
+        assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
+
+
+def test_a_bias_has_its_gradient_in_fp32() -> None:
+    """It is the sum of d(logits) that GEMMs would have rounded to bf16."""
+    x = problem(dtype=torch.bfloat16)
+    x["bias"] = torch.randn(37, requires_grad=True)
+    want = exact(x)
+    for op in (pk.lm_loss, pk.logprobs_from_hidden):
+        got, expected = (gradients(op(**each).sum(), each)[2] for each in (x, want))
+        close([got], [expected])
+
+
+def test_memory_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, the workspace, and sums that the workspace made room for; little else."""
+    monkeypatch.setattr(_chunked, "WORKSPACE_BYTES", 2**21)
+    monkeypatch.setattr(_chunked, "ROOM_FOR_SUMS", 2**20)
+    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", 2**17)
+    monkeypatch.setitem(_chunked.BLOCK_BYTES, "cpu", 2**14)
+    x = problem(1000, 32, 3000, torch.bfloat16)
+    x["bias"].requires_grad_(False)
+    gradient_bytes = x["hidden"].nbytes + x["weight"].nbytes
+    used = peak_bytes(lambda: pk.lm_loss(**x))
+    assert used <= gradient_bytes + 2**20 + 2**17 + 64 * 1000  # bytes a row
 
 
 def test_columns_use_the_memory_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:

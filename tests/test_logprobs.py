@@ -335,6 +335,17 @@ def test_shifted_logits_are_exact(backend: Backend, level: float) -> None:
         same(got, want)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_maximum_that_rises_to_the_end(backend: Backend, dtype: torch.dtype) -> None:
+    """By more than the exponential holds, a little in each vector or all at the last column."""
+    logits, labels = rows(3, 5000, dtype)
+    logits[0] += torch.linspace(-1000, 1000, 5000)
+    logits[1, -1] = 300.0
+    logits[2, 2500] = 200.0
+    check(backend, logits, labels)
+    check(backend, logits, torch.tensor([4999, 4999, 2500]))
+
+
 def test_finite_mask_values(backend: Backend) -> None:
     """finfo.min is the other way to mask; a row of nothing else is uniform, not NaN."""
     V = 9000 if backend.name == "triton" else 40000

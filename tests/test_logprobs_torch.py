@@ -9,6 +9,7 @@ import tolerances as tol
 import torch
 import torch.distributed as dist
 from backends import logprob_kernels, use
+from memory import peak_bytes
 from processes import run_ranks
 from torch import Tensor
 
@@ -142,20 +143,6 @@ def test_compiled_temperature_is_no_constant() -> None:
 
 
 # ----------------------------------------------------------------------------------- memory
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most that torch's CPU allocator held at once beyond what it held before."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        kept = run()
-    events = profile.profiler.kineto_results.events()
-    events = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
-    held = peak = 0
-    for event in events:
-        held += event.nbytes()
-        peak = max(peak, held)
-    del kept
-    return peak
 
 
 @pytest.mark.parametrize("options", [{}, {"return_entropy": True, "return_stats": True}])

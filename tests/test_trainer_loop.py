@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import tiny
 import torch
 
@@ -32,6 +33,18 @@ def test_the_loop_of_the_first_source_document() -> None:
         assert stats["ppo/optimizer_steps"] == 8
         assert stats["objective/kl"] >= 0
     assert sorted(seen) == [str(i) for i in range(8)]
+
+
+def test_39_arguments_of_train_are_named() -> None:
+    trainer = tiny.trainer(tokenizer=tiny.Tokenizer())
+    for prompts, steps, message in (
+        ("w3 w4 w5 w6", 1, "prompts must be a list or tensor, got str"),
+        (None, 1, "prompts must be a list or tensor, got NoneType"),
+        (["w3"] * 4, "2", "steps must be an integer, got '2'"),
+        (["w3"] * 4, 2.0, r"steps must be an integer, got 2\.0"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            trainer.train(prompts, lambda p, r: [0.0] * 4, steps=steps)
 
 
 def test_importing_the_ops_imports_no_transformers() -> None:

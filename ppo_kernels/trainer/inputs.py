@@ -144,7 +144,7 @@ class InputChecker:
 def length(name: str, x: Any, n: int | None = None) -> int:
     """len(x) of a list, tensor or array; it must be n if that is given."""
     try:
-        got = len(x)
+        got = len(None if isinstance(x, str) else x)  # the letters of a text are no rows
     except TypeError:
         raise TypeError(f"{name} must be a list or tensor, got {type(x).__name__}") from None
     if n is not None and got != n:

@@ -433,7 +433,9 @@ class PPOTrainer:
         if steps is None and self.config.steps is None:
             raise ValueError("steps must be given here or in PPOConfig, got None twice")
         steps = max(self.config.steps - self.step_count, 0) if steps is None else steps
-        texts = len(prompts) > 0 and isinstance(prompts[0], str)
+        if type(steps) is not int:
+            raise TypeError(f"steps must be an integer, got {steps!r}")
+        texts = length("prompts", prompts) > 0 and isinstance(prompts[0], str)
         if texts and self.tokenizer is None:
             raise ValueError("prompts are texts, which needs a tokenizer, got None")
         epochs, history = repeat(self._order("prompts", len(prompts))), []

@@ -322,7 +322,7 @@ def test_nothing_is_written_before_the_input_is_checked(
         (["--steps", "1", "--gamma", "2"], "--gamma: gamma must be"),
         (["--steps", "1", "--kl-unit", "nats"], "choose from"),
         (["--steps", "1", "--max-new-tokens", "0"], "max-new-tokens"),
-        (["--steps", "1", "--max-new-tokens", "60"], "line 1 and --max-new-tokens have"),
+        (["--steps", "1", "--max-new-tokens", "60"], "line 1 and --max-new-tokens: 65 tokens"),
         (["--steps", "1", "--out", "prompts.jsonl"], "--out prompts.jsonl is not a folder"),
     ):
         try:

@@ -48,7 +48,8 @@ class InputChecker:
         responses = [self.ids(f"responses[{i}]", r) for i, r in enumerate(responses)]
         sizes = [len(r) for r in responses]
         first = [int(self.start is not None and r[:1].tolist() == [self.start]) for r in responses]
-        rows = enumerate(zip(queries, map(int.__sub__, sizes, first)))
+        lengths = [n - start for n, start in zip(sizes, first)]
+        rows = enumerate(zip(queries, lengths))
         queries = [self.query(f"queries[{i}]", q, f"responses[{i}]", n) for i, (q, n) in rows]
         scores, rewards = self._scores(scores, sizes)
         added = _per_token("token_scores", token_scores, sizes, 0.0)

@@ -456,6 +456,20 @@ def test_from_logits_over_hard_rows(dtype: torch.dtype, softcap: float | None) -
         assert g[[0, 1, 2, 4]].isfinite().all() and (g[1, :16384] == 0).all()
 
 
+def test_from_logits_with_one_high_logit_at_every_column() -> None:
+    """Whichever vector and lane it falls into: the shift of the row must see it."""
+    V = 135  # whole groups of the widest vectors, and a rest
+    x, y = torch.randn(V, V) + 120 * torch.eye(V), (torch.arange(V) + 1) % V
+    exact = x.double().requires_grad_()
+    logp, entropy = reference.logprobs_and_entropy(exact, y)
+    terms = {"advantages": torch.randn(V), "old_logprobs": logp.detach().float()}
+    want = pk.ppo_loss(logp, entropy=entropy, ent_coef=0.1, reduction="sum", **terms)
+    leaf = x.requires_grad_()
+    got = pk.ppo_loss_from_logits(leaf, y, ent_coef=0.1, reduction="sum", **terms)
+    gradients = [torch.autograd.grad(*each)[0] for each in ((got.loss, leaf), (want.loss, exact))]
+    close(gradients[:1], gradients[1:], tol.ORACLE)
+
+
 def test_opcheck_from_logits() -> None:
     x, y, options = logits_case()
     terms = ops.loss_terms({**pk.ppo_loss.__kwdefaults__, **options}, x)

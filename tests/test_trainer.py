@@ -856,7 +856,9 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("change, message", BAD_ROWS, ids=str)
+@pytest.mark.parametrize(
+    "change, message", BAD_ROWS, ids=lambda x: next(iter(x)) if isinstance(x, dict) else x
+)
 def test_39_a_bad_row_is_named_and_nothing_has_happened(
     change: dict[str, Any], message: str
 ) -> None:

@@ -13,7 +13,7 @@ and H = 896 inputs:
 
     logits of a chunk of rows, fp32                WORKSPACE_BYTES            252
     the same with a bf16 weight                    less ROOM_FOR_SUMS         210
-    bf16: sums of dW                               SUM_BYTES                   73
+    bf16: sums of dW                               SUM_BYTES                   67
     rows left out, fp16: a copied block of columns BLOCK_BYTES                  8
     d(hidden) and hidden of the chunk              8 H bytes per row            3
     bf16: packed factors and sums of a product     3 MB per thread              6
@@ -42,7 +42,7 @@ BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
 # fp32 sums of a 16-bit dW beyond those that fit into dW itself, which are half of them. The rows of
 # dW left over are done by columns. On a CPU the logits make some room for them: smaller chunks cost
 # less than that saves.
-SUM_BYTES = {"cpu": 70 * 2**20, "cuda": 2**30}
+SUM_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 ROOM_FOR_SUMS = 40 * 2**20
 # Bytes between the beginnings of tensors that share memory.
 ALIGNED = 64

@@ -56,21 +56,16 @@ def ulps(got: np.ndarray, exact: np.ndarray) -> np.ndarray:
     return np.abs(got - exact) / np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
 
 
-def test_exp(probe: ctypes.CDLL) -> None:
-    for x in (every(997, -87.0, -0.0), every(997, 0.0, 88.0)):
-        got = call(probe.exp_f32, x, np.float32)
-        assert ulps(got, np.exp(x.astype(np.float64))).max() <= tol.EXP_ULPS
-    x = np.array([0.0, -0.0, -87.5, -1e4, -3e38, -np.inf, np.nan] * 3, np.float32)
-    got = call(probe.exp_f32, x, np.float32)
-    np.testing.assert_array_equal(got, np.array([1, 1, 0, 0, 0, 0, np.nan] * 3, np.float32))
-
-
-def test_exp2(probe: ctypes.CDLL) -> None:
-    for x in (every(997, -126.0, -0.0), every(997, 0.0, 126.9)):
-        got = call(probe.exp2_f32, x, np.float32)
-        assert ulps(got, np.exp2(x.astype(np.float64))).max() <= tol.EXP_ULPS
-    x = np.array([0.0, -0.0, -126.5, -1e4, -3e38, -np.inf, np.nan] * 3, np.float32)
-    got = call(probe.exp2_f32, x, np.float32)
+@pytest.mark.parametrize(
+    ("name", "low", "high", "none"), [("exp", -87.0, 88.0, -87.5), ("exp2", -126.0, 126.9, -126.5)]
+)
+def test_powers(probe: ctypes.CDLL, name: str, low: float, high: float, none: float) -> None:
+    function, exact = getattr(probe, f"{name}_f32"), getattr(np, name)
+    for x in (every(997, low, -0.0), every(997, 0.0, high)):
+        got = call(function, x, np.float32)
+        assert ulps(got, exact(x.astype(np.float64))).max() <= tol.EXP_ULPS
+    x = np.array([0.0, -0.0, none, -1e4, -3e38, -np.inf, np.nan] * 3, np.float32)
+    got = call(function, x, np.float32)
     np.testing.assert_array_equal(got, np.array([1, 1, 0, 0, 0, 0, np.nan] * 3, np.float32))
 
 

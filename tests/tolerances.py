@@ -19,8 +19,9 @@ FP16_OUT_INTERPRETER = {"rtol": 2**-10, "atol": 1e-5}
 LOGPROBS = {"rtol": 0.0, "atol": 2e-5}
 # Recorded numbers of other projects, mostly fp32 themselves.
 ORACLE = {"rtol": 2e-5, "atol": 3e-5}
-# The vector functions in units of the last place of fp32: exp's promise, and tanh's 1 - 2 / (..).
-EXP_ULPS = 2
+# The vector functions in units of the last place of fp32: 1.2 is the most seen of exp and exp2,
+# without fused multiply-add; and tanh's 1 - 2 / (..).
+EXP_ULPS = 1.25
 TANH_ULPS = 2
 # H of a row with one likely column, eps (1 + |ln eps|), of which the sums keep eps |ln eps|.
 PEAKED_ENTROPY = {"rtol": 0.06, "atol": 0.0}

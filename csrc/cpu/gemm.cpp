@@ -75,8 +75,10 @@ void pack_transposed_b(const uint16_t* x, int64_t x_row, int64_t k, int64_t n, u
   for (int64_t i = 0; i < k; i += 32)
     for (int64_t j = 0; j < GEMM_TILE; j += 16) {
       __m512i words[16];
-      for (int64_t s = 0; s < 16; ++s)
-        words[s] = _mm512_maskz_loadu_epi16(j + s < n ? first(k - i, 32) : 0, x + i + (j + s) * x_row);
+      for (int64_t s = 0; s < 16; ++s) {
+        const __mmask32 here = j + s < n ? first(k - i, 32) : 0;
+        words[s] = _mm512_maskz_loadu_epi16(here, x + i + (j + s) * x_row);
+      }
       transpose(words);
       for (int64_t s = 0; s < 16; ++s)
         _mm512_storeu_si512(out + (i / 2 + s) * GEMM_TILE + j, words[s]);

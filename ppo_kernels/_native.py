@@ -377,7 +377,7 @@ def describe() -> str:
         lines.append(f"native module: none, {_failure}")
     else:
         info = _module.build_info()
-        origin = "prebuilt" if info["prebuilt"] else "built on first use"
+        origin = "prebuilt" if info["prebuilt"] else "built on this machine"
         lines.append(f"native module: {origin}, {_module.__file__}")
         lines.append(f"  C++: {info['cxx']} {' '.join(info['cxx_flags'])}")
         isas = ", ".join(info["isas"])
@@ -402,7 +402,7 @@ def _active() -> list[tuple[str, str, str]]:
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         if name.startswith("ppo_kernels::hidden_"):
             rows.append((name.split("::")[1], "GEMMs", "GEMMs"))
-        elif name.startswith("ppo_kernels::") and name != "ppo_kernels::widening_product_":
+        elif name.startswith("ppo_kernels::") and not name.endswith("_product_"):
             dump = torch._C._dispatch_dump(name)
             kinds = [
                 re.search(rf"^{key}: registered at (\S+)", dump, re.M) for key in ("CPU", "CUDA")

@@ -259,6 +259,29 @@ def widening_product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
         torch.addmm(part, a, b[:, columns].to(out.dtype), beta=int(add), out=part)
 
 
+def split_product_(high: Tensor, low: Tensor, a: Tensor, b: Tensor, add: bool, last: bool) -> None:
+    """As widening_product_, where a number of the result has 24 bits: high bf16, low uint8 [M, N].
+
+    They are the upper 24 bits of fp32, rounded to nearest, ties to even: 8 of exponent, 16 of
+    precision. last: high is the result in bf16, and low of no further use.
+    """
+    step = max(1, CHUNK_ELEMENTS // 16 // max(1, high.shape[1]))
+    for start in range(0, high.shape[0], step):
+        rows = slice(start, start + step)
+        sums = torch.zeros_like(high[rows], dtype=torch.float32)
+        if add:
+            upper, lower = high[rows].view(torch.int16).int(), low[rows].int()
+            sums = (upper << 16 | lower << 8).view(torch.float32)
+        widening_product_(sums, a[rows], b, True)
+        if last:
+            high[rows] = sums.bfloat16()
+            continue
+        bits = sums.view(torch.int32)
+        bits = torch.where(sums.isnan(), 0x7FC00000, bits + 0x7F + (bits >> 8 & 1))
+        high.view(torch.int16)[rows] = (bits >> 16).short()
+        low[rows] = (bits >> 8 & 0xFF).to(torch.uint8)
+
+
 # ----------------------------------------------------------------------------- KL and rewards
 
 

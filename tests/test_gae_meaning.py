@@ -206,7 +206,8 @@ BAD = [
     (TypeError, "gamma", {"gamma": "1"}),
     (ValueError, "lam", {"lam": -0.1}),
     (ValueError, "lam_returns", {"lam_returns": 2.0}),
-    (TypeError, "kl_coef", {"kl_coef": None}),
+    (TypeError, "kl_coef", {"kl_coef": "0.1"}),
+    (ValueError, "logprobs and ref_logprobs need", {"logprobs": V, "ref_logprobs": V}),
     (ValueError, "kl_coef=0.1 needs", {"kl_coef": 0.1}),
     (ValueError, "kl_penalty", {"kl_penalty": "k4"}),
     (ValueError, "kl_penalty", {"kl_penalty": "k3+"}),
@@ -224,6 +225,11 @@ def test_bad_input(error: type, name: str, call: dict[str, Any]) -> None:
     call = {"values": V} | call
     with pytest.raises(error, match=f"^{name} "):
         pk.gae(call.pop("rewards", None), **call)
+
+
+def test_a_coefficient_that_has_come_to_0_is_no_penalty() -> None:
+    plain, none = pk.gae(V, V), pk.gae(V, V, logprobs=V, ref_logprobs=V + 1, kl_coef=0.0)
+    assert torch.equal(plain.advantages, none.advantages)
 
 
 def test_wrong_offsets_behind_the_public_function() -> None:

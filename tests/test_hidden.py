@@ -1,7 +1,6 @@
 """logprobs_from_hidden, lm_loss, ppo_loss_from_hidden against the logits path, peers and fp64."""
 
-import ctypes
-import mmap
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ppo_kernels as pk
 from ppo_kernels import reference
 from ppo_kernels.ops import _chunked
+from ppo_kernels.ops._chunked import Problem
 from ppo_kernels.ops.logprobs import in_bf16
 
 # Numbers of TRL's chunked log-probs, verl's FusedLinearForPPO and cut-cross-entropy; for bf16
@@ -224,26 +224,102 @@ def test_bf16_beats_eager_bf16(frozen_bias: bool) -> None:
         assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
 
 
-@frozen_bias
-@pytest.mark.parametrize("spare", [0, 10**6])
-def test_16_bit_sums_in_place(
-    spare: int, frozen_bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """dW's memory first holds fp32 sums; the columns without any are made again."""
+# Whether a bf16 dW is summed as on a CPU, in 24 bits, or as on CUDA, and bytes for that beside dW:
+# none, some, as many as it wants.
+sums = pytest.mark.parametrize("split", [True, False])
+spare = pytest.mark.parametrize("spare", [0, 150, 10**6])
+
+
+def limit_sums(monkeypatch: pytest.MonkeyPatch, split: bool, spare: int) -> None:
+    monkeypatch.setattr(_chunked, "_splits", lambda weight: split)
     monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", spare)
-    monkeypatch.setitem(_chunked.BLOCK_BYTES, "cpu", 2048)
+
+
+@frozen_bias
+@sums
+@spare
+def test_sums_of_a_bf16_weight(
+    split: bool, spare: int, frozen_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dW's memory first holds sums of its rows; columns without any are made again."""
+    limit_sums(monkeypatch, split, spare)
+    monkeypatch.setitem(_chunked.BLOCK_BYTES, "cpu", 100)
     x = problem(40, 8, 33, torch.bfloat16)
     x["bias"].requires_grad_(not frozen_bias)
     want = exact(x)
-    loss = pk.lm_loss(**x, chunk_tokens=7)
     expected = -by_logits(want)[0].sum() / (x["labels"] != -100).sum()
-    for a, e in zip(gradients(loss, x), gradients(expected, want)):
-        assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
+    expected = gradients(expected, want)
+    for chunk_tokens in (7, 40):
+        loss = pk.lm_loss(**x, chunk_tokens=chunk_tokens)
+        for a, e in zip(gradients(loss, x), expected):
+            assert (a - e).norm() < tol.BF16_GRADIENT["rtol"] * e.norm()
 
 
-def test_16_bit_sums_with_an_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows of 33 have sums, and where those lie: 8 numbers a row."""
+    p = Problem(**problem(40, 8, 33, torch.bfloat16), **dict.fromkeys(Problem._fields[4:]))
+    found = []
+    for split, spare in itertools.product((True, False), (0, 150, 10**6)):
+        limit_sums(monkeypatch, split, spare)
+        kind = _chunked._SplitSums if split else _chunked._WideSums
+        found.append(kind(p).edges)
+    in_24_bits = [(0, 22, 22, 33), (0, 10, 28, 33), (0, 0, 33, 33)]
+    in_fp32 = [(0, 16, 16, 33), (0, 16, 20, 33), (0, 16, 33, 33)]
+    assert found == in_24_bits + in_fp32
+
+
+@pytest.mark.parametrize("kind", [_chunked._SplitSums, _chunked._WideSums])
+@spare
+def test_sums_of_many_chunks(kind: type, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to the exact sums as bf16 comes, wherever the sums of a row lie."""
+    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", spare)
+    p = Problem(**problem(40, 8, 33, torch.bfloat16), **dict.fromkeys(Problem._fields[4:]))
+    sums, want = kind(p), torch.zeros(33, 8, dtype=torch.float64)
+    for i in range(100):
+        dz, x = torch.randn(33, 16).bfloat16(), torch.randn(16, 8).bfloat16()
+        want += dz.double() @ x.double()
+        for first, end in itertools.pairwise(sums.edges[:3]):
+            for cols in _chunked._slices(end, 5, first):
+                sums.add(cols, dz[cols], x, last=i == 99)
+        sums.begun = True
+    sums.finish()
+    found, want = sums.out[: sums.summed].double(), want[: sums.summed]
+    once = (want.bfloat16().double() - want).norm()
+    assert (found - want).norm() < tol.MANY_SUMS * once
+
+
+@sums
+def test_sums_are_rounded_not_cut(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off they would be 2^-8.5 smaller on average. In each chunk some rows have a gradient."""
+    limit_sums(monkeypatch, split, 10**6)
+    x = problem(40, 16, 200, torch.bfloat16)
+    want = exact(x)
+    # d(logits) of a label is nearly the advantage: a number that bf16 has.
+    old, advantages = by_logits(want)[0].detach().float(), torch.tensor([1.0, -1, 0, 1]).repeat(10)
+    tokens, options = (old, advantages, x["labels"] != -100), {"reduction": "sum"}
+    arguments = (x["hidden"], x["weight"], x["labels"], *tokens)
+    got = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], chunk_tokens=7, **options)
+    a = gradients(got.loss, x)[1]
+    e = gradients(expected_loss(want, tokens, options).loss, want)[1]
+    assert abs((a * e).sum() / (e * e).sum() - 1) < tol.ROUNDING_BIAS
+
+
+def test_rows_with_an_entropy_alone_have_a_gradient() -> None:
+    """No advantage and no KL: what leaves the GEMMs has no gradient of the log-prob either."""
+    x = problem(30, 16, 37)
+    want = exact(x)
+    tokens = (torch.randn(30), torch.zeros(30), torch.ones(30, dtype=torch.bool))
+    arguments = (x["hidden"], x["weight"], x["labels"], *tokens)
+    got = pk.ppo_loss_from_hidden(*arguments, bias=x["bias"], chunk_tokens=10, ent_coef=1.0)
+    close(
+        gradients(got.loss, x), gradients(expected_loss(want, tokens, {"ent_coef": 1.0}).loss, want)
+    )
+
+
+@sums
+def test_sums_with_an_entropy(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns made again need the entropy of their rows."""
-    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", 0)
+    limit_sums(monkeypatch, split, 0)
     x = problem(40, 8, 33, torch.bfloat16)
     tokens, options = loss_inputs(x)
     options["ent_coef"] = 3.0
@@ -267,15 +343,25 @@ def test_a_bias_has_its_gradient_in_fp32() -> None:
 
 def test_memory_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients, the workspace, and sums that the workspace made room for; little else."""
-    monkeypatch.setattr(_chunked, "WORKSPACE_BYTES", 2**21)
-    monkeypatch.setattr(_chunked, "ROOM_FOR_SUMS", 2**20)
-    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", 2**17)
+    monkeypatch.setattr(_chunked, "SHARED_BYTES", 2**20)
+    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", 2**16)
     monkeypatch.setitem(_chunked.BLOCK_BYTES, "cpu", 2**14)
     x = problem(1000, 32, 3000, torch.bfloat16)
     x["bias"].requires_grad_(False)
     gradient_bytes = x["hidden"].nbytes + x["weight"].nbytes
     used = peak_bytes(lambda: pk.lm_loss(**x))
-    assert used <= gradient_bytes + 2**20 + 2**17 + 64 * 1000  # bytes a row
+    assert used <= gradient_bytes + 2**20 + 64 * 1000  # bytes a row
+
+
+def test_memory_of_a_loss_whose_rows_are_wider_than_its_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk's hidden and their gradients count as its logits do."""
+    monkeypatch.setattr(_chunked, "WORKSPACE_BYTES", 2**20)
+    x = problem(1000, 256, 30)
+    gradient_bytes = x["hidden"].nbytes + x["weight"].nbytes
+    used = peak_bytes(lambda: pk.lm_loss(**x))
+    assert used <= gradient_bytes + 2**20 + 64 * 1000  # bytes a row
 
 
 def test_columns_use_the_memory_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,21 +375,27 @@ def test_columns_use_the_memory_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> 
         return parts
 
     monkeypatch.setattr(_chunked, "_carved", inside)
-    monkeypatch.setitem(_chunked.SUM_BYTES, "cpu", 0)
-    for V in range(200, 264):
-        pk.lm_loss(**problem(5, 16, V, torch.bfloat16))
+    for split in (True, False):
+        limit_sums(monkeypatch, split, 0)
+        for V in range(200, 264):
+            pk.lm_loss(**problem(5, 16, V, torch.bfloat16), chunk_tokens=3)
 
 
 @frozen_bias
-def test_chunks_without_a_gradient_add_nothing(frozen_bias: bool) -> None:
-    """A chunk of clipped rows has nothing for its GEMMs, be it the first, in between, or every."""
+@sums
+def test_chunks_without_a_gradient_add_nothing(
+    split: bool, frozen_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of clipped rows has nothing for its GEMMs, be it the first, one in between, the last,
+    which rounds the sums, or every one; of others some rows leave."""
+    limit_sums(monkeypatch, split, 200)
     x = problem(30, 16, 37, torch.bfloat16)
     x["bias"].requires_grad_(not frozen_bias)
     x["labels"] = torch.randint(37, (30,))
     want = exact(x)
     old = by_logits(want)[0].detach().float()
     advantages = torch.randn(30)
-    for dead in ((0, 10), (10, 20), (0, 30)):
+    for dead in ((0, 10), (10, 20), (20, 30), (0, 30), (12, 17)):
         clipped = old.clone()
         clipped[slice(*dead)] -= 2 * advantages[slice(*dead)].sign()
         tokens = (clipped, advantages, torch.ones(30, dtype=torch.bool))
@@ -313,57 +405,6 @@ def test_chunks_without_a_gradient_add_nothing(frozen_bias: bool) -> None:
         for a, e in zip(found, gradients(expected_loss(want, tokens, {}).loss, want)):
             assert (a - e).norm() <= tol.BF16_GRADIENT["rtol"] * e.norm()
         assert (found[0][slice(*dead)] == 0).all()
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (17, 65, 33), (300, 515, 70), (2, 3, 600), (700, 130, 1100), (3, 4, 0)]
-)
-@pytest.mark.parametrize("add", [False, True])
-def test_widening_product(shape: tuple[int, int, int], add: bool) -> None:
-    M, N, K = shape
-    for a in (torch.randn(M, K), torch.randn(K, M).t()):
-        for b in (torch.randn(K, N), torch.randn(N, K).t()):
-            a16, b16, start = a.bfloat16(), b.bfloat16(), torch.randn(M, 2 * N)[:, :N]
-            want = a16.double() @ b16.double() + (start.double() if add else 0)
-            found = [product_with(n, start, a16, b16, add) for n in (1, 3)]
-            close([found[0]], [want], tol.FP32_SUM)
-            assert found[0].equal(found[1])
-
-
-def before_a_guard(x: Tensor) -> Tensor:
-    """x in its own layout, NaN before it, and after its last number memory that faults."""
-    page = mmap.PAGESIZE
-    size = -(-x.nbytes // page) * page
-    memory = mmap.mmap(-1, size + page)
-    end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(page), 0) == 0
-    flat = torch.frombuffer(memory, dtype=x.dtype, count=size // x.itemsize).fill_(torch.nan)
-    return flat.as_strided(x.shape, x.stride(), flat.numel() - x.numel()).copy_(x)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (17, 65, 33), (40, 64, 513), (3, 130, 31)])
-def test_widening_product_reads_its_factors_alone(shape: tuple[int, int, int]) -> None:
-    """Neither the memory around them nor what earlier products left in the packed blocks."""
-    M, N, K = shape
-    nothing = torch.full((1, 1), torch.nan, dtype=torch.bfloat16)
-    for a in (torch.randn(M, K), torch.randn(K, M).t()):
-        for b in (torch.randn(K, N), torch.randn(N, K).t()):
-            a16, b16 = before_a_guard(a.bfloat16()), before_a_guard(b.bfloat16())
-            before = nothing.expand(256, 1024), nothing.expand(1024, 1024)
-            torch.ops.ppo_kernels.widening_product_(torch.empty(256, 1024), *before, False)
-            found = product_with(1, torch.zeros(M, N), a16, b16, False)
-            close([found], [a16.double() @ b16.double()], tol.FP32_SUM)
-
-
-def product_with(threads: int, start: Tensor, a: Tensor, b: Tensor, add: bool) -> Tensor:
-    before, out = torch.get_num_threads(), torch.zeros(start.shape[0], 2 * start.shape[1])
-    out = out[:, : start.shape[1]].copy_(start)  # rows apart, as in a chunk of logits
-    torch.set_num_threads(threads)
-    try:
-        torch.ops.ppo_kernels.widening_product_(out, a, b, add)
-    finally:
-        torch.set_num_threads(before)
-    return out
 
 
 @pytest.mark.parametrize("threads", [1, 3])

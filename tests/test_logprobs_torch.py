@@ -284,7 +284,7 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
         "labels rank": (ValueError, r"labels must have shape \(3,\)", lambda: f(x, y[:, None])),
         "no vocabulary": (ValueError, r"V >= 1, got \(3, 0\)", lambda: f(x[:, :0], y)),
         "no dimension": (ValueError, "V >= 1", lambda: f(torch.tensor(1.0), y)),
-        "temperature 0": (ValueError, "temperature.*> 0.*0.0", lambda: f(x, y, temperature=0)),
+        "temperature 0": (ValueError, "temperature.*> 0, got 0$", lambda: f(x, y, temperature=0)),
         "temperature -1": (ValueError, "temperature.*> 0", lambda: f(x, y, temperature=-1.0)),
         "temperature nan": (ValueError, "temperature", lambda: f(x, y, temperature=float("nan"))),
         "temperature str": (TypeError, "temperature.*str", lambda: f(x, y, temperature="1")),

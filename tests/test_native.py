@@ -80,7 +80,7 @@ def test_gae_plan() -> None:
 
 def test_describe() -> None:
     text = _native.describe()
-    assert "native module" in text
+    assert f"native module: built on this machine, {_native.module().__file__}" in text
     assert any(line.split()[:2] == ["gae", "C++"] for line in text.splitlines())
 
 

@@ -68,5 +68,13 @@ RELATIVE = {"rtol": 1e-5, "atol": 0.0}
 # sum's logarithm. And their gradient: p is off by the same, relative to itself, at random.
 BF16_LOGITS = {"rtol": 0.0, "atol": 2**-5}
 BF16_LOGITS_GRADIENT = 2**-5
+# Sums of bf16 products in fp32, rounded once to 24 bits (16 of precision) or to bf16 (8).
+SUM_24_BITS = {"rtol": 2**-16, "atol": 1e-4}
+SUM_BF16 = {"rtol": 2**-8, "atol": 1e-4}
+# Sums of up to 200 chunks in 24 bits, by norm and relative to the error of rounding to bf16 once:
+# at random 200 errors of 2^-16 add up to a 20th of one of 2^-8, and that as squares.
+MANY_SUMS = 1.01
+# How much smaller or larger on average numbers are that were rounded to bf16; cut off it is 2^-8.5.
+ROUNDING_BIAS = 2**-11
 # fp16 gradients of fp16 inputs, by norm: d(logits) stays fp32, so that only the result is rounded.
 FP16_GRADIENT = 2**-11

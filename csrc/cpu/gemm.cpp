@@ -1,8 +1,6 @@
 #include "cpu/gemm.h"
 
-#if defined(__AVX512BW__)
-#include <immintrin.h>
-#endif
+#include "cpu/simd.h"
 
 namespace ppo {
 namespace PPO_ISA {
@@ -18,6 +16,12 @@ struct Scratch {
 
 int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 int64_t padded(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Asks for n numbers that are needed soon.
+template <class T>
+void prefetch(const T* p, int64_t n) {
+  for (int64_t j = 0; j < n; j += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + j, 1, 2);
+}
 
 #if defined(__AVX512BW__)
 // The first n of `most` numbers, then zeros.
@@ -72,8 +76,8 @@ void pack_transposed_a(const uint16_t* x, int64_t x_row, int64_t m, int64_t k, u
 
 // k x n of B = X^T: a row of X has the pairs side by side.
 void pack_transposed_b(const uint16_t* x, int64_t x_row, int64_t k, int64_t n, uint32_t* out) {
-  for (int64_t i = 0; i < k; i += 32)
-    for (int64_t j = 0; j < GEMM_TILE; j += 16) {
+  for (int64_t j = 0; j < GEMM_TILE; j += 16)
+    for (int64_t i = 0; i < k; i += 32) {
       __m512i words[16];
       for (int64_t s = 0; s < 16; ++s) {
         const __mmask32 here = j + s < n ? first(k - i, 32) : 0;
@@ -127,20 +131,55 @@ void pack_b(const GemmArgs& g, int64_t k0, int64_t k, int64_t j0, int64_t n, uin
   }
 }
 
-// Asks for a tile of the output, which is to arrive while its sums are made.
-void prefetch(const float* out, int64_t row, int64_t m, int64_t n) {
-  for (int64_t i = 0; i < m; ++i)
-    for (int64_t j = 0; j < n; j += 16) __builtin_prefetch(out + i * row + j, 1, 2);
+void add_row(float* out, int64_t n, bool add, const float* sums) {
+  if (add) {
+    for (int64_t j = 0; j < n; ++j) out[j] += sums[j];
+  } else {
+    for (int64_t j = 0; j < n; ++j) out[j] = sums[j];
+  }
 }
 
-void store(float* out, int64_t row, int64_t m, int64_t n, bool add, const float* sums) {
-  for (int64_t i = 0; i < m; ++i, out += row, sums += GEMM_TILE) {
-    if (add) {
-      for (int64_t j = 0; j < n; ++j) out[j] += sums[j];
-    } else {
-      for (int64_t j = 0; j < n; ++j) out[j] = sums[j];
-    }
+typedef uint8_t U8 __attribute__((vector_size(PPO_BYTES / 4)));
+
+// A byte for each lane. GCC 12 would convert them one by one.
+PPO_INLINE U32 load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  U32 v;
+  for (int i = 0; i < LANES<F32>; ++i) v[i] = p[i];
+  return v;
+#endif
+}
+
+// A vector of sums of 24 bits, rounded to nearest, ties to even; `last`: of 16 bits. NaN stays NaN:
+// from bf16 factors and 24 bits it is quiet, and has zeros where the rounding could carry from.
+PPO_INLINE void add_split(uint16_t* high, uint8_t* low, bool add, bool last, F32 sum) {
+  if (add) {
+    const U32 h = __builtin_convertvector(bits_at<U16>(high), U32);
+    sum += (F32)(h << 16 | load_bytes(low) << 8);
   }
+  if (last) return store(reinterpret_cast<BF16*>(high), sum);
+  const U32 bits = (U32)sum, rounded = bits + 0x7fu + ((bits >> 8) & 1u);
+  const U16 h = __builtin_convertvector(rounded >> 16, U16);
+  const U8 l = __builtin_convertvector((rounded >> 8) & 0xffu, U8);
+  memcpy(high, &h, sizeof h);
+  memcpy(low, &l, sizeof l);
+}
+
+void add_split_row(uint16_t* high, uint8_t* low, int64_t n, bool add, bool last,
+                   const float* sums) {
+  constexpr int64_t lanes = LANES<F32>;
+  int64_t j = 0;
+  for (; j + lanes <= n; j += lanes) add_split(high + j, low + j, add, last, load(sums + j));
+  if (j == n) return;
+  uint16_t some_high[lanes] = {};
+  uint8_t some_low[lanes] = {};
+  if (add) memcpy(some_high, high + j, (n - j) * sizeof *high);
+  if (add) memcpy(some_low, low + j, n - j);
+  add_split(some_high, some_low, add, last, load(sums + j));
+  memcpy(high + j, some_high, (n - j) * sizeof *high);
+  if (!last) memcpy(low + j, some_low, n - j);
 }
 
 // Rows [i0, i0 + m) and columns [j0, j0 + n) of what rows [p0, p0 + panel) of B, packed, give.
@@ -148,18 +187,35 @@ void block(const GemmArgs& g, int64_t i0, int64_t m, int64_t j0, int64_t n, int6
            int64_t panel, Scratch& s) {
   for (int64_t k0 = 0; k0 < panel; k0 += GEMM_K)
     pack_a(g, i0, m, p0 + k0, least(GEMM_K, panel - k0), s.a[k0 / GEMM_K]);
+  const bool add = g.add || p0 > 0, last = g.last && p0 + panel == g.K;
+  if (panel == 0) memset(s.sums, 0, sizeof s.sums);
   for (int64_t t = 0; t < n; t += GEMM_TILE) {
-    float* out = g.out + i0 * g.out_row + j0 + t;
+    const int64_t at = i0 * g.out_row + j0 + t, low_at = i0 * g.low_row + j0 + t;
     const int64_t width = least(GEMM_TILE, n - t);
-    prefetch(out, g.out_row, m, width);
+    for (int64_t i = 0; i < m; ++i) {
+      if (g.out) {
+        prefetch(g.out + at + i * g.out_row, width);
+      } else {
+        prefetch(g.high + at + i * g.out_row, width);
+        prefetch(g.low + low_at + i * g.low_row, width);
+      }
+    }
     for (int64_t k0 = 0; k0 < panel; k0 += GEMM_K) {
       const uint32_t* b = s.b[t / GEMM_TILE] + k0 / 2 * GEMM_TILE;
       at::native::cpublas::brgemm(
-          padded(m, 16), GEMM_TILE, padded(least(GEMM_K, panel - k0), 32), GEMM_K, GEMM_TILE,
+          padded(m, 8), GEMM_TILE, padded(least(GEMM_K, panel - k0), 16), GEMM_K, GEMM_TILE,
           GEMM_TILE, k0 > 0, reinterpret_cast<const c10::BFloat16*>(s.a[k0 / GEMM_K]),
           reinterpret_cast<const c10::BFloat16*>(b), s.sums, true);
     }
-    store(out, g.out_row, m, width, g.add || p0 > 0, s.sums);
+    for (int64_t i = 0; i < m; ++i) {
+      const float* sums = s.sums + i * GEMM_TILE;
+      if (g.out) {
+        add_row(g.out + at + i * g.out_row, width, add, sums);
+      } else {
+        add_split_row(g.high + at + i * g.out_row, g.low + low_at + i * g.low_row, width, add,
+                      last, sums);
+      }
+    }
   }
 }
 
@@ -171,7 +227,7 @@ void gemm_tasks(const GemmArgs& g, const GemmPlan& plan, int64_t begin, int64_t 
     const int64_t j0 = task / plan.groups * plan.columns, n = least(plan.columns, g.N - j0);
     const int64_t first = task % plan.groups * plan.group_rows;
     const int64_t last = least(first + plan.group_rows, g.M);
-    for (int64_t p0 = 0; p0 < g.K; p0 += GEMM_PANEL) {
+    for (int64_t p0 = 0; p0 == 0 || p0 < g.K; p0 += GEMM_PANEL) {
       const int64_t panel = least(GEMM_PANEL, g.K - p0);
       for (int64_t t = 0; t < n; t += GEMM_TILE)
         pack_b(g, p0, panel, j0 + t, least(GEMM_TILE, n - t), s.b[t / GEMM_TILE]);

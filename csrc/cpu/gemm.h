@@ -24,12 +24,16 @@ __attribute__((weak, visibility("default"))) void brgemm_release(bool packed_b);
 
 namespace ppo {
 
+// out = A B, or out += A B. Without `out` the result has 24 bits a number, those of a bf16 in `high`
+// and the 8 below them in `low`; `last` leaves it in `high` alone, rounded to bf16.
 struct GemmArgs {
   const uint16_t *a, *b;
   float* out;
+  uint16_t* high;
+  uint8_t* low;
   int64_t M, N, K;
-  int64_t a_row, a_col, b_row, b_col, out_row;
-  bool add;
+  int64_t a_row, a_col, b_row, b_col, out_row, low_row;
+  bool add, last;
 };
 
 // A task multiplies `group_rows` rows of A, `rows` at a time, with `columns` columns of B; it packs

@@ -31,11 +31,11 @@ struct LossHas {
   bool values, entropy, ref, rollout;
 };
 
-// The vector at p, with the one that the tile after the next has in its place on the way to the
-// cache: loops this short end before the hardware sees a pattern.
+// The vector at p, with the one that the next tile has in its place on the way to the cache: loops
+// this short end before the hardware sees a pattern.
 template <class Real>
 PPO_INLINE Vec<Real> fetch(const Real* p) {
-  __builtin_prefetch(p + 2 * TILE, 0, 2);
+  __builtin_prefetch(p + TILE, 0, 2);
   return load(p);
 }
 
@@ -54,10 +54,10 @@ PPO_INLINE V clamp(V x) {
   return min(max(x, V{} - LOG_RATIO_CLAMP), V{} + LOG_RATIO_CLAMP);
 }
 
-// Whether clamp(x) is constant around x.
+// Whether a bound moved x to y; not so for NaN.
 template <class V>
-PPO_INLINE auto outside(V x) {
-  return x * x > LOG_RATIO_CLAMP * LOG_RATIO_CLAMP;
+PPO_INLINE auto moved(V x, V y) {
+  return (x < y) | (x > y);
 }
 
 // e^x and e^x - 1 - x for clamped x. With x = n ln2 + r, e^r = 1 + r + r^2 p(r): for n = 0, where
@@ -85,7 +85,7 @@ PPO_INLINE void exp_and_rest(F64 x, F64& exp_x, F64& rest) {
 // NaN wins.
 template <class V>
 PPO_INLINE V larger(V a, V b) {
-  return (b > a) | (b != b) ? b : a;
+  return ((b > a) | (b != b)) ? b : a;
 }
 
 // (A - mean) rstd in fp64: the mean may be much larger than the deviations.
@@ -95,33 +95,56 @@ PPO_INLINE F32 whitened(F32 a, const LossOptions& o) {
 }
 PPO_INLINE F64 whitened(F64 a, const LossOptions& o) { return (a - o.mean) * o.rstd; }
 
+// The KL of the kind for d = logp - ref, and its derivative by logp.
+template <class V>
+PPO_INLINE void kl_and_gradient(Kl kind, V d, V& kl, V& grad) {
+  const V one = V{} + 1, zero = {};
+  kl = grad = d;
+  switch (kind) {
+    case Kl::k1: grad = one; break;
+    case Kl::k1_plus: break;
+    case Kl::k2: kl = d * d / 2; break;
+    case Kl::abs:
+      kl = d < zero ? -d : d;
+      grad = d > zero ? one : (d < zero ? -one : d);
+      break;
+    case Kl::k3:
+    case Kl::k3_plus:
+      const V x = clamp(d);
+      V unused;
+      exp_and_rest(-x, unused, kl);
+      if (kind == Kl::k3) grad = moved(d, x) ? zero : x - kl;
+  }
+}
+
+// The policy term and the KL to the reference: what depends on logp.
 template <Policy kind, class Real>
 void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSums& sums) {
   typedef Vec<Real> V;
   const V low = V{} + Real(o.low), high = V{} + Real(o.high), dual = V{} + Real(o.dual);
-  const V kl_coef = V{} + Real(o.kl_old_coef), cap = V{} + Real(o.is_cap), zero = {};
-  const V inf = V{} + Real(__builtin_inf());
-  V policy = {}, approx_kl = {}, policy_kl = {}, clip_high = {}, clip_low = {}, sum_ratio = {};
-  V ratio_max = {};
+  const V kl_old_coef = V{} + Real(o.kl_old_coef), kl_coef = V{} + Real(o.kl_coef);
+  const V cap = V{} + Real(o.is_cap), inf = V{} + Real(__builtin_inf()), zero = {};
+  V policy = {}, kl_ref = {}, approx_kl = {}, policy_kl = {}, clip_high = {}, clip_low = {};
+  V sum_ratio = {}, ratio_max = {};
   for_vectors(t, [&](int64_t j, V weight, V c, auto valid) __attribute__((always_inline)) {
     const V logp = valid ? fetch(t.logp + j) : zero, old = valid ? fetch(t.old + j) : zero;
-    const V log_ratio = logp - old;
+    const V log_ratio = logp - old, x = clamp(log_ratio);
     V r, kl;
-    exp_and_rest(clamp(log_ratio), r, kl);
+    exp_and_rest(x, r, kl);
     V a = fetch(t.adv + j), loss, grad;
     if (o.whiten) a = whitened(a, o);
     a = valid ? a : zero;
     if (kind == Policy::clip) {
       const auto up = a > zero, down = a < zero;
       const V kept = min(max(r, down ? low : -inf), up ? high : (down ? dual : inf));
-      const auto over = kept < r, under = kept > r;
+      const auto clipped = moved(r, kept);
       loss = -a * kept;
-      grad = over | under | outside(log_ratio) ? zero : -a * r;
-      clip_high += over & up ? weight : zero;
-      clip_low += under ? weight : zero;
+      grad = clipped | moved(log_ratio, x) ? zero : -a * r;
+      clip_high = clipped & up ? clip_high + weight : clip_high;
+      clip_low = r < kept ? clip_low + weight : clip_low;
     } else if (kind == Policy::kl) {
-      loss = kl_coef * kl - a * r;
-      grad = outside(log_ratio) ? zero : kl_coef * (clamp(log_ratio) + kl) - a * r;
+      loss = kl_old_coef * kl - a * r;
+      grad = moved(log_ratio, x) ? zero : kl_old_coef * (x + kl) - a * r;
     } else {
       loss = -a * logp;
       grad = -a;
@@ -132,14 +155,21 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
       exp_and_rest(clamp(old - (valid ? fetch(t.rollout + j) : zero)), w, unused);
       scale *= min(w, cap);
     }
-    store(t.d_logp + j, scale * grad);
     policy = fma(scale, loss, policy);
+    V d_logp = scale * grad;
     approx_kl = fma(weight, kl, approx_kl);
     policy_kl = fma(weight, log_ratio, policy_kl);
     sum_ratio = fma(weight, r, sum_ratio);
     ratio_max = max(ratio_max, valid ? r : zero);
+    if (has.ref) {
+      kl_and_gradient(o.kl, valid ? logp - fetch(t.ref + j) : zero, kl, grad);
+      kl_ref = fma(c, kl, kl_ref);
+      d_logp = fma(c * kl_coef, grad, d_logp);
+    }
+    store(t.d_logp + j, d_logp);
   });
   sums.policy += sum_lanes(policy);
+  sums.kl_ref += sum_lanes(kl_ref);
   sums.approx_kl += sum_lanes(approx_kl);
   sums.policy_kl -= sum_lanes(policy_kl);
   sums.clip_high += sum_lanes(clip_high);
@@ -148,33 +178,6 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
   sums.ratio += ratio;
   // A ratio is finite or NaN, and max() does not keep NaN.
   sums.ratio_max = larger<double>(sums.ratio_max, ratio == ratio ? max_lane(ratio_max) : ratio);
-}
-
-// Adds its share to d_logp.
-template <Kl kind, class Real>
-void kl_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
-  typedef Vec<Real> V;
-  const V coef = V{} + Real(o.kl_coef), one = V{} + 1, zero = {};
-  V sum = {};
-  for_vectors(t, [&](int64_t j, V, V c, auto valid) __attribute__((always_inline)) {
-    const V d = valid ? load(t.logp + j) - fetch(t.ref + j) : zero;
-    V value = d, grad = d;
-    if (kind == Kl::k1) grad = one;
-    if (kind == Kl::k2) value = d * d * Real(0.5);
-    if (kind == Kl::abs) {
-      value = d < zero ? -d : d;
-      grad = d > zero ? one : (d < zero ? -one : d);
-    }
-    if (kind == Kl::k3 || kind == Kl::k3_plus) {
-      const V x = -clamp(d);
-      V unused;
-      exp_and_rest(x, unused, value);
-      if (kind == Kl::k3) grad = outside(d) ? zero : -(x + value);
-    }
-    store(t.d_logp + j, fma(c * coef, grad, load(t.d_logp + j)));
-    sum = fma(c, value, sum);
-  });
-  sums.kl_ref += sum_lanes(sum);
 }
 
 template <class Real>
@@ -189,7 +192,7 @@ void value_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
     const V error = v - ret, other = inside - ret;
     const auto stop = other * other > error * error;
     sum = fma(c, stop ? other * other : error * error, sum);
-    clip += stop ? weight : zero;
+    clip = stop ? clip + weight : clip;
     store(t.d_values + j, stop ? zero : coef * c * error);
   });
   sums.value += sum_lanes(sum) / 2;
@@ -215,16 +218,6 @@ void loss_tile(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSums&
     case Policy::clip: policy_terms<Policy::clip>(o, has, t, sums); break;
     case Policy::kl: policy_terms<Policy::kl>(o, has, t, sums); break;
     case Policy::a2c: policy_terms<Policy::a2c>(o, has, t, sums); break;
-  }
-  if (has.ref) {
-    switch (o.kl) {
-      case Kl::k1: kl_terms<Kl::k1>(o, t, sums); break;
-      case Kl::k2: kl_terms<Kl::k2>(o, t, sums); break;
-      case Kl::k3: kl_terms<Kl::k3>(o, t, sums); break;
-      case Kl::abs: kl_terms<Kl::abs>(o, t, sums); break;
-      case Kl::k1_plus: kl_terms<Kl::k1_plus>(o, t, sums); break;
-      case Kl::k3_plus: kl_terms<Kl::k3_plus>(o, t, sums); break;
-    }
   }
   if (has.values) value_terms(o, t, sums);
   if (has.entropy) entropy_terms(o, t, sums);

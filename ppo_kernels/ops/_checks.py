@@ -64,6 +64,7 @@ def number(
     # Real is an abstract class: asking it takes longer than all the rest.
     if type(x) is not float and (isinstance(x, bool) or not isinstance(x, Real)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    given = x
     try:
         x = float(x)
     except OverflowError:
@@ -72,8 +73,9 @@ def number(
     if x != x or below or (high is not None and x > high) or abs(x) > FP32_MAX:
         left = "" if low is None else f" {'>' if above else '>='} {low:g}"
         right = "" if high is None else f"{' and' if left else ''} <= {high:g}"
+        shown = given if isinstance(given, int) and abs(x) <= FP32_MAX else x
         beyond = ", more than fp32 holds" if FP32_MAX < abs(x) < float("inf") else ""
-        raise ValueError(f"{name} must be a finite number{left}{right}, got {x!r}{beyond}")
+        raise ValueError(f"{name} must be a finite number{left}{right}, got {shown!r}{beyond}")
     return x
 
 

@@ -4,18 +4,24 @@ There are two ways through the logits, each over one buffer that is reused:
 
 * by rows, some whole rows at a time: forward, where a softmax needs all of its row. A loss knows
   d(logits) as soon as the sums of the row are known, so both backward GEMMs run while the chunk is
-  still there: 6 N H V flops for forward and backward. Every chunk adds to all of dW, in fp32.
+  still there: 6 N H V flops for forward and backward. Every chunk adds to all of dW.
 * by columns, once the sums of all rows are known. The logits are made again, 2 N H V flops more,
   and each row of dW is finished before the next begins.
+
+A bf16 dW needs wider sums while chunks add to it. On CUDA they are fp32: half of them in the memory
+of dW, the others elsewhere. On a CPU they are fp32 within a chunk and have 24 bits from one chunk
+to the next (and after every 1024 rows of a larger one): fp32 without its last 8 bits, an error of
+2^-16 at most each time, where the one rounding to bf16 makes up to 2^-8. Beside dW they need a byte
+a number. With fp32 sums a third of dW would find no room in 300 MB, and what finds none is done by
+columns.
 
 What a loss holds beyond inputs and gradients on a CPU, in MB, where one row has V = 151936 logits
 and H = 896 inputs:
 
     logits of a chunk of rows, fp32                WORKSPACE_BYTES            252
-    the same with a bf16 weight                    less ROOM_FOR_SUMS         210
-    bf16: sums of dW                               SUM_BYTES                   67
+    bf16: the same, and sums of dW                 SHARED_BYTES         140 + 136
     rows left out, fp16: a copied block of columns BLOCK_BYTES                  8
-    d(hidden) and hidden of the chunk              8 H bytes per row            3
+    d(hidden) and hidden of the chunk              8 H bytes per row            2
     bf16: packed factors and sums of a product     3 MB per thread              6
     row sums and the loss's gradients for them     24 N bytes                   0
 
@@ -24,6 +30,7 @@ By columns, for the rows of a bf16 dW that have no sums, the buffer shares the w
 rows of dW in fp32.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -35,15 +42,14 @@ from ppo_kernels import reference
 from ppo_kernels.ops._library import LIB, define
 from ppo_kernels.ops.logprobs import in_bf16
 
-# The logits that exist at a time, where chunk_tokens does not say.
+# The logits that exist at a time, where chunk_tokens does not say; on a CPU, those and the sums of
+# a bf16 dW.
 WORKSPACE_BYTES = 240 * 2**20
+SHARED_BYTES = 264 * 2**20
 # Copies of some of their columns. A GPU wants few large launches.
 BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
-# fp32 sums of a 16-bit dW beyond those that fit into dW itself, which are half of them. The rows of
-# dW left over are done by columns. On a CPU the logits make some room for them: smaller chunks cost
-# less than that saves.
-SUM_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
-ROOM_FOR_SUMS = 40 * 2**20
+# Sums of a 16-bit dW beyond what fits into dW itself. The rows of dW left over are done by columns.
+SUM_BYTES = {"cpu": 130 * 2**20, "cuda": 2**30}
 # Bytes between the beginnings of tensors that share memory.
 ALIGNED = 64
 
@@ -114,10 +120,16 @@ def gradient_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
-def workspace_bytes(weight: Tensor) -> int:
-    """What the logits of a chunk may take."""
-    on_cpu, summed = weight.device.type == "cpu", weight.requires_grad and weight.itemsize == 2
-    return WORKSPACE_BYTES - (ROOM_FOR_SUMS if on_cpu and summed else 0)
+def workspace_bytes(weight: Tensor, loss: bool) -> int:
+    """What the logits of a chunk may take, in a loss or where gradients come later."""
+    if not (loss and weight.requires_grad and _splits(weight)):
+        return WORKSPACE_BYTES
+    return SHARED_BYTES - min(weight.numel(), SUM_BYTES["cpu"])
+
+
+def _splits(weight: Tensor) -> bool:
+    """Whether sums of dW have 24 bits."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
 
 
 def _slices(n: int, step: int, first: int = 0) -> Iterator[slice]:
@@ -143,6 +155,12 @@ define(
     lambda *_: None,
 )
 LIB.impl("widening_product_", _widening_product_on_cuda, "CUDA")
+define(
+    "split_product_(Tensor(a!) high, Tensor(b!) low, Tensor a, Tensor b, bool add, bool last) "
+    "-> ()",
+    reference.split_product_,
+    lambda *_: None,
+)
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
@@ -153,6 +171,12 @@ def _product(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
         torch.ops.ppo_kernels.widening_product_(out, a, b, add)
     else:
         reference.widening_product_(out, a, b, add)
+
+
+def _split_product(high: Tensor, low: Tensor, a: Tensor, b: Tensor, add: bool, last: bool) -> None:
+    in_bf16 = a.dtype == b.dtype == torch.bfloat16 and _has_onednn()
+    op = torch.ops.ppo_kernels.split_product_ if in_bf16 else reference.split_product_
+    op(high, low, a, b, add, last)
 
 
 def _has_onednn() -> bool:
@@ -169,17 +193,23 @@ def _project(p: Problem, out: Tensor, x: Tensor, cols: slice) -> None:
 # ----------------------------------------------------------------------------------- by rows
 
 
-def chunks(p: Problem) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-    """(which rows, their hidden, their logits), rows with an ignored label left out.
-
-    Chunks are of equal size, but for the last; their logits share one memory.
-    """
-    rows, V = p.where(p.labels != p.ignore_index), p.weight.shape[0]
+def row_parts(p: Problem) -> list[slice | Tensor]:
+    """The rows whose labels are not ignored, in chunks of equal size but for the last."""
+    rows = p.where(p.labels != p.ignore_index)
     n = p.labels.numel() if rows is None else rows.numel()
     step = -(-n // max(1, -(-n // p.chunk_tokens)))
-    buffer = p.hidden.new_empty(step * V, dtype=p.logits_dtype)
-    for _, part in p.parts(rows, max(1, step)):
+    return [part for _, part in p.parts(rows, max(1, step))]
+
+
+def chunks(
+    p: Problem, parts: list[slice | Tensor]
+) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
+    """(which rows, their hidden, their logits); the logits of all chunks share one memory."""
+    V, buffer = p.weight.shape[0], None
+    for part in parts:
         x = p.hidden[part].to(p.gemm_dtype)
+        if buffer is None:
+            buffer = p.hidden.new_empty(x.shape[0] * V, dtype=p.logits_dtype)
         z = buffer[: x.shape[0] * V].view(-1, V)
         _project(p, z, x, slice(0, V))
         yield part, x, z
@@ -207,10 +237,11 @@ RowGradients = Callable[[slice | Tensor, Tensor, Tensor], tuple[Tensor, Tensor |
 
 def by_rows(p: Problem, need: tuple[bool, ...], row_gradients: RowGradients) -> tuple[Tensor, ...]:
     """(logp, entropy, d_hidden, d_weight, d_bias) of a loss that knows its own gradients."""
-    gradients, room = _Gradients(p, need), None
+    parts, room = row_parts(p), None
+    gradients = _Gradients(p, need)
     # logp, entropy, row_max, log_sum, and the loss's gradients for the first two
     table = p.hidden.new_zeros((6, p.labels.numel()), dtype=p.sum_dtype)
-    for part, x, z in chunks(p):
+    for part, x, z in chunks(p, parts):
         room = z if room is None else room  # the first chunk has the most rows
         labels, transform = p.labels[part], p.transform(part)
         *found, _ = torch.ops.ppo_kernels.logprobs_fwd(z, labels, *transform, True, False)
@@ -220,7 +251,8 @@ def by_rows(p: Problem, need: tuple[bool, ...], row_gradients: RowGradients) -> 
             args = (g, h, labels, *transform, *softmax, entropy, None)
             dz = _backward_(p, z, *args, exact=need[2])
             live = _is_live(g, h)
-            gradients.add(part, p.without_dead(x, live), dz, p.where(live))
+            last = part is parts[-1]
+            gradients.add(part, p.without_dead(x, live), dz, p.where(live), last)
             found += [g, torch.zeros_like(g) if h is None else h]
         table[: len(found), part] = torch.stack(found)
     gradients.finish(table, room)
@@ -242,24 +274,28 @@ class _Gradients:
         (N, H), V = p.hidden.shape, p.weight.shape[0]
         self.p, self.block, self.selected = p, None, None
         self.hidden = p.hidden.new_zeros((N, H) if need[0] else 0, dtype=gradient_dtype(p.hidden))
-        self.weight = _WeightSums(p) if need[1] else None
+        sums = _SplitSums if _splits(p.weight) else _WideSums
+        self.weight = sums(p) if need[1] else None
         self.bias = p.hidden.new_zeros(V if need[2] else 0, dtype=p.sum_dtype)
 
-    def add(self, part: slice | Tensor, x: Tensor, dz: Tensor, live: Tensor | None) -> None:
-        """What d(logits) of the chunk's rows gives; live: those that are not 0, None for all."""
+    def add(
+        self, part: slice | Tensor, x: Tensor, dz: Tensor, live: Tensor | None, last: bool
+    ) -> None:
+        """What d(logits) of the chunk's rows gives; live: those that are not 0, None for all.
+        last: no other chunk follows."""
         p = self.p
         if live is not None:
             part, x = live + part.start if isinstance(part, slice) else part[live], x[live]
         d_x = x.new_zeros(x.shape, dtype=p.sum_dtype) if self.hidden.numel() else None
         grad_x = x.to(p.grad_dtype)
-        for cols, d_w in self._blocks(self._width(dz)):
+        for cols in self._blocks(self._width(dz)):
             if self.bias.numel():
                 self.bias[cols] += dz[:, cols].sum(0, dtype=self.bias.dtype)
             block = self._copied(dz[:, cols], live)
             if d_x is not None:
                 _product(d_x, block, p.weight[cols].to(p.grad_dtype), add=True)
-            if d_w is not None:
-                _product(d_w, block.t(), grad_x, add=self.weight.begun)
+            if self.weight is not None and cols.stop <= self.weight.summed:
+                self.weight.add(cols, block.t(), grad_x, last)
         if d_x is not None:
             self.hidden[part] = d_x.to(self.hidden.dtype)
         if self.weight is not None:
@@ -271,16 +307,17 @@ class _Gradients:
             return
         self.block = self.selected = None
         d_weight, summed = self.weight.out, self.weight.summed
-        self.weight.finish(self.p.columns(4 * d_weight.shape[1]))
+        self.weight.finish()
         if summed < d_weight.shape[0]:
             _, entropy, *softmax, g, h = table
             softmax.append(entropy)
             by_columns(self.p, g, h, tuple(softmax), d_weight=d_weight, first=summed, room=room)
 
-    def _blocks(self, width: int) -> Iterator[tuple[slice, Tensor | None]]:
-        if self.weight is not None:
-            return self.weight.blocks(width)
-        return ((cols, None) for cols in _slices(self.p.weight.shape[0], width))
+    def _blocks(self, width: int) -> Iterator[slice]:
+        """Columns of the logits in order; the sums of their rows of dW lie side by side."""
+        edges = (0, self.p.weight.shape[0]) if self.weight is None else self.weight.edges
+        for first, end in itertools.pairwise(edges):
+            yield from _slices(end, width, first)
 
     def _width(self, dz: Tensor) -> int:
         p, rows = self.p, dz.shape[0]
@@ -307,16 +344,17 @@ def _room(buffer: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.numel(), dtype=dtype)
 
 
-class _WeightSums:
-    """dW, and the sums of its first rows that all chunks of tokens add to.
+# Two forms of dW and the sums of its first rows, to which all chunks add. Rows from `summed` on
+# have none; between two `edges` sums lie side by side; `begun`: there are some.
 
-    dW of 32 bits is its own sums. One of 16 bits, read as fp32, holds the sums of half of its rows;
-    `more` holds those of other rows, and rows from `summed` on have none.
-    """
+
+class _WideSums:
+    """dW of 32 bits is its own sums. One of 16 bits, read as fp32, holds the sums of half of its
+    rows; `more` holds those of others."""
 
     def __init__(self, p: Problem) -> None:
         V, H = p.weight.shape
-        self.begun = False  # whether the sums hold anything yet
+        self.begun = False
         self.out = p.weight.new_empty((V, H), dtype=gradient_dtype(p.weight))
         self.own, self.more = self.out, self.out.new_empty((0, H), dtype=p.sum_dtype)
         if self.out.dtype != p.sum_dtype:
@@ -326,26 +364,58 @@ class _WeightSums:
             budget = SUM_BYTES.get(p.weight.device.type, SUM_BYTES["cpu"])
             self.more = self.more.new_empty((min(V - half, budget // (4 * H)), H))
         self.summed = self.own.shape[0] + self.more.shape[0]
+        self.edges = (0, self.own.shape[0], self.summed, V)
+        self.width = p.columns(4 * H)
 
-    def blocks(self, width: int) -> Iterator[tuple[slice, Tensor | None]]:
-        """(columns, sums of their rows of dW or None) in order, over the vocabulary."""
-        half = self.own.shape[0]
-        for cols in _slices(half, width):
-            yield cols, self.own[cols]
-        for cols in _slices(self.summed, width, half):
-            yield cols, self.more[cols.start - half : cols.stop - half]
-        for cols in _slices(self.out.shape[0], width, self.summed):
-            yield cols, None
+    def add(self, cols: slice, dz: Tensor, x: Tensor, last: bool) -> None:
+        _product(self._of(cols), dz, x, add=self.begun)
 
-    def finish(self, width: int) -> None:
+    def finish(self) -> None:
         """From sums to dW in place. Front to back, a block is read before its memory is needed."""
         if not self.begun:
             self.out.zero_()
         elif self.own is not self.out:
-            for cols, sums in self.blocks(width):
-                if sums is not None:
-                    self.out[cols] = sums.to(self.out.dtype)
+            for first, end in itertools.pairwise(self.edges[:3]):
+                for cols in _slices(end, self.width, first):
+                    self.out[cols] = self._of(cols).to(self.out.dtype)
         self.own = self.more = None
+
+    def _of(self, cols: slice) -> Tensor:
+        half = self.own.shape[0]
+        if cols.stop <= half:
+            return self.own[cols]
+        return self.more[cols.start - half : cols.stop - half]
+
+
+class _SplitSums:
+    """dW in bf16 holds the upper 16 of the 24 bits of its sums. The other 8 lie in the memory of
+    rows without sums and in `more`."""
+
+    def __init__(self, p: Problem) -> None:
+        V, H = p.weight.shape
+        self.begun = False
+        self.out = p.weight.new_empty((V, H))
+        budget = SUM_BYTES["cpu"] // H
+        self.summed = min(V, (2 * V + budget) // 3)
+        self.inside = min(self.summed, 2 * (V - self.summed))
+        low = self.out[self.summed :].view(-1).view(torch.uint8)
+        self.low = low[: self.inside * H].view(-1, H)
+        self.more = low.new_empty((self.summed - self.inside, H))
+        self.edges = (0, self.inside, self.summed, V)
+
+    def add(self, cols: slice, dz: Tensor, x: Tensor, last: bool) -> None:
+        inside = self.inside
+        if cols.stop <= inside:
+            low = self.low[cols]
+        else:
+            low = self.more[cols.start - inside : cols.stop - inside]
+        _split_product(self.out[cols], low, dz, x, self.begun, last)
+
+    def finish(self) -> None:
+        """The last chunk has rounded the sums."""
+        if not self.begun:
+            self.out.zero_()
+        self.low = self.more = None
 
 
 # -------------------------------------------------------------------------------- by columns

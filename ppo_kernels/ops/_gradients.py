@@ -30,15 +30,16 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WithGradients(torch.autograd.Function):
-    """The identity on loss, whose gradients for the inputs are already known."""
+    """The loss of an op that made it and its gradients for the inputs. A tuple hides them from
+    autograd, for which the loss is new: it needs no copy."""
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, once: bool, gradients: tuple[Tensor, ...], *inputs: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, once: bool, results: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+        loss, *gradients = results
         ctx.once, ctx.consumed = once, False
         ctx.save_for_backward(*gradients)
-        return loss.clone()
+        # torch 2.10 cannot compile a function that returns what came in a tuple.
+        return loss.clone() if torch.compiler.is_compiling() else loss
 
     @staticmethod
     @first_order
@@ -57,9 +58,9 @@ class _WithGradients(torch.autograd.Function):
         if keep or not _is_one(grad):
             gradients = [
                 None if not need else d * grad if keep else d.mul_(grad)
-                for d, need in zip(gradients, ctx.needs_input_grad[3:])
+                for d, need in zip(gradients, ctx.needs_input_grad[2:])
             ]
-        return None, None, None, *gradients
+        return None, None, *gradients
 
 
 def _is_batched(grad: Tensor) -> bool:
@@ -98,11 +99,15 @@ def needs(*inputs: Tensor | None) -> list[bool]:
 
 
 def with_gradients(
-    loss: Tensor, inputs: list[Tensor | None], gradients: list[Tensor], once: bool = False
+    loss: Tensor,
+    inputs: list[Tensor | None],
+    need: list[bool],
+    gradients: list[Tensor],
+    once: bool = False,
 ) -> Tensor:
-    """loss, differentiable in inputs by the given gradients; once: backward may run once."""
-    need = needs(*inputs)
+    """loss, differentiable in the inputs that need it by the given gradients; once: backward may
+    run once."""
     if not any(need):
         return loss
-    gradients = tuple(compress(gradients, need))
-    return _WithGradients.apply(loss, once, gradients, *compress(inputs, need))
+    results = (loss, *compress(gradients, need))
+    return _WithGradients.apply(once, results, *compress(inputs, need))

@@ -27,7 +27,7 @@ def gae(
     bootstrap: Tensor | None = None,
     logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
+    kl_coef: float | None = None,
     kl_penalty: str = "k1",
     terminated: Tensor | None = None,
     truncated: Tensor | None = None,
@@ -63,14 +63,16 @@ def gae(
     cu_seqlens that lives there is not checked, and offsets out of [0, N] are clamped.
 
     Raises ValueError or TypeError for shapes, dtypes, devices that differ from those of values,
-    gamma or lam outside [0, 1], kl_coef without logprobs, and cu_seqlens on the CPU that do not
-    ascend from 0 to N.
+    gamma or lam outside [0, 1], kl_coef without logprobs or these without it, and cu_seqlens on
+    the CPU that do not ascend from 0 to N.
     """
     _check(values, rewards, mask, logprobs, ref_logprobs, terminated, truncated, cu_seqlens)
     gamma = _checks.number("gamma", gamma, 0, 1)
     lam = _checks.number("lam", lam, 0, 1)
     lam_returns = lam if lam_returns is None else _checks.number("lam_returns", lam_returns, 0, 1)
-    kl_coef = _checks.number("kl_coef", kl_coef)
+    if kl_coef is None and logprobs is not None:  # 0.0 has to be said: a penalty is not forgotten
+        raise ValueError("logprobs and ref_logprobs need kl_coef, the weight of their KL, got None")
+    kl_coef = _checks.number("kl_coef", 0.0 if kl_coef is None else kl_coef)
     if kl_coef and logprobs is None:
         raise ValueError(f"kl_coef={kl_coef} needs logprobs and ref_logprobs, got None")
     _checks.choice("kl_penalty", kl_penalty, KINDS)

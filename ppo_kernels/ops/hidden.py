@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ppo_kernels import reference
 from ppo_kernels.ops import _checks, _chunked
-from ppo_kernels.ops._chunked import Problem, by_columns, by_rows, chunks, gradient_dtype, sum_dtype
+from ppo_kernels.ops._chunked import (
+    Problem,
+    by_columns,
+    by_rows,
+    chunks,
+    gradient_dtype,
+    row_parts,
+    sum_dtype,
+)
 from ppo_kernels.ops._gradients import first_order, needs, refuse_transforms, with_gradients
 from ppo_kernels.ops._library import define
 from ppo_kernels.ops.logprobs import TRANSFORM, check_temperature, merged_partials, shard_of
@@ -58,7 +66,7 @@ def _split(args: tuple) -> tuple[Problem, tuple]:
 def _partials(*args: Any) -> Tensor:
     p, (shard,) = _split(args)
     out = p.hidden.new_zeros((p.labels.numel(), 4), dtype=p.sum_dtype)
-    for part, _, z in chunks(p):
+    for part, _, z in chunks(p, row_parts(p)):
         out[part] = torch.ops.ppo_kernels.logprobs_partials(
             z, p.labels[part], *p.transform(part), shard, False
         )
@@ -248,7 +256,8 @@ def logprobs_from_hidden(
     Cost: forward 2 N H V flops, backward 2 N H V for the logits once more and as much again for
     each of d(hidden) and d(weight) that is wanted; what is frozen costs nothing.
 
-    chunk_tokens: rows of logits [chunk_tokens, V] that exist at a time; None: about 250 MB of them.
+    chunk_tokens: rows of logits [chunk_tokens, V] that exist at a time; None: 250 MB of them, or,
+        in a loss with a bf16 weight on a CPU, 280 MB of them and of the sums of its gradient.
     logits_dtype: their dtype. None: fp32, in which GEMMs add up; torch.bfloat16 (of bf16 inputs
         only) is faster and rounds every logit to 8 bits, an error of up to 0.06 at 32.
     compact: leave rows with an ignored label, and backward those without a gradient, out of the
@@ -296,11 +305,12 @@ def lm_loss(
     logit_scale, softcap, chunk_tokens, logits_dtype, compact.
 
     Cost: 6 N H V flops, all in forward, where each chunk of logits becomes its gradient at once;
-    backward only scales. With tp_group it is that of logprobs_from_hidden.
+    backward only scales. With tp_group it is that of logprobs_from_hidden. How d(weight) is summed
+    ppo_loss_from_hidden says.
     """
     _check_names("lm_loss", head, _HEAD)
     head = {**_HEAD, **head, "ignore_index": ignore_index, "tp_group": tp_group}
-    args = _problem(hidden, weight, labels, **head)
+    args = _problem(hidden, weight, labels, **head, loss=tp_group is None)
     _check_normalizer(normalizer, hidden)
     if tp_group is not None:
         logp, _ = _Logprobs.apply(*args[:3], tp_group, *args[3:])
@@ -314,7 +324,7 @@ def lm_loss(
             None if on_device else normalizer,
             *need,
         )
-    return with_gradients(loss, args[:3], gradients)
+    return with_gradients(loss, args[:3], need, gradients)
 
 
 def ppo_loss_from_hidden(
@@ -337,10 +347,14 @@ def ppo_loss_from_hidden(
 
     Cost: 6 N H V flops, all in forward: denominators depend on the mask alone, so that each chunk
     of logits yields its log-probs, the loss's gradient and d(logits) at once, and backward only
-    scales. Without anything to differentiate it is 2 N H V. A bf16 weight needs fp32 sums for its
-    gradient; they fill the memory of d(weight), which holds half of them, and at most 1 GiB more
-    on CUDA: for the rows of weight left over the logits are made again (at most 1 N H V more). With
-    tp_group the cost is that of logprobs_from_hidden.
+    scales. Without anything to differentiate it is 2 N H V. With tp_group the cost is that of
+    logprobs_from_hidden.
+
+    d(weight) of a bf16 weight is summed in fp32 and rounded to bf16 once. Between chunks the sums
+    keep all 32 bits on CUDA, 24 of them (16 of precision) on a CPU: with hundreds of chunks the one
+    rounding still outweighs theirs, with thousands of equal ones it does not. They lie in the
+    memory of d(weight) and at most 1 GiB more on CUDA, 136 MB on a CPU; for rows of weight that
+    find no room the logits are made again (at most 1 N H V flops more).
 
     compact: tokens that are not trained leave before any GEMM, and tokens whose gradient is
         exactly 0 (clipped; no advantage and neither entropy nor KL term) before the backward
@@ -350,7 +364,8 @@ def ppo_loss_from_hidden(
     _check_names("ppo_loss_from_hidden", options, {**_HEAD, **_LOSS})
     labels, mask = trained(labels, mask)
     head = {name: options.pop(name, default) for name, default in _HEAD.items()}
-    args = _problem(hidden, weight, labels, **head, ignore_index=-100, tp_group=tp_group)
+    head |= {"ignore_index": -100, "tp_group": tp_group}
+    args = _problem(hidden, weight, labels, **head, loss=tp_group is None)
     if tp_group is not None:
         logp, entropy = _Logprobs.apply(*args[:3], tp_group, *args[3:])
         logp, entropy = logp.view(labels.shape), entropy.view(labels.shape)
@@ -367,7 +382,7 @@ def ppo_loss_from_hidden(
         loss, stats, *gradients = torch.ops.ppo_kernels.hidden_ppo_loss(
             *args, *loss_terms(options, like), *need
         )
-    return PPOLoss(with_gradients(loss, inputs, gradients), LossStats(stats))
+    return PPOLoss(with_gradients(loss, inputs, need, gradients), LossStats(stats))
 
 
 # --------------------------------------------------------------------------------- arguments
@@ -387,8 +402,9 @@ def _problem(
     logits_dtype: torch.dtype | None,
     compact: bool,
     tp_group: Any,
+    loss: bool = False,
 ) -> Problem:
-    """The checked arguments, rows flattened."""
+    """The checked arguments, rows flattened; loss: for an op that makes gradients in forward."""
     refuse_transforms()
     _checks.group("tp_group", tp_group)
     _check_plain(hidden, weight, labels, bias, tp_group)
@@ -415,7 +431,7 @@ def _problem(
         logit_scale=float(logit_scale),
         softcap=float(softcap or 0),
         ignore_index=ignore_index,
-        chunk_tokens=_chunk_tokens(chunk_tokens, weight, logits_dtype),
+        chunk_tokens=_chunk_tokens(chunk_tokens, weight, logits_dtype, loss),
         logits_dtype=logits_dtype,
         compact=bool(compact),
     )
@@ -454,19 +470,21 @@ def _logits_dtype(asked: torch.dtype | None, hidden: Tensor, weight: Tensor) -> 
     return asked
 
 
-def _chunk_tokens(asked: int | None, weight: Tensor, logits_dtype: torch.dtype) -> int:
+def _chunk_tokens(asked: int | None, weight: Tensor, logits_dtype: torch.dtype, loss: bool) -> int:
     if asked is not None:
         _check_integer("chunk_tokens", asked)
         if asked < 1:
             raise ValueError(f"chunk_tokens must be >= 1, got {asked}")
         return asked
-    row, workspace = weight.shape[0] * logits_dtype.itemsize, _chunked.workspace_bytes(weight)
+    row = weight.shape[0] * logits_dtype.itemsize
+    workspace = _chunked.workspace_bytes(weight, loss)
     if row > workspace:
         raise ValueError(
             f"chunk_tokens: one row of logits has {row} bytes, more than the workspace of "
             f"{workspace}; pass chunk_tokens=1 to allow it"
         )
-    return workspace // row
+    beside = 8 * weight.shape[1]  # its hidden and d(hidden)
+    return max(1, workspace // (row + beside))
 
 
 def _check_names(function: str, given: dict[str, Any], known: dict[str, Any]) -> None:

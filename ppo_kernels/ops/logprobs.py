@@ -226,11 +226,12 @@ def logprobs_from_logits(
     whose outputs receive no gradient gets gradient 0, whatever is in it.
 
     inplace_backward: the gradient overwrites the logits, which saves a tensor of their size (and
-    is not for logits that are a leaf: their .grad would be they themselves).
-    Whatever needs them afterwards, a second backward included, raises. Under torch.compile the
-    flag changes nothing. tp_group: a process group whose ranks hold consecutive slices of the
-    vocabulary in rank order, of any sizes, and the same labels: one all_gather of 16 bytes per
-    token (after one of 8 bytes per rank), none in backward.
+    is not for logits that are a leaf: their .grad would be they themselves). Afterwards a backward
+    that needs the logits raises, a second one through here included; a metric read from them does
+    not, and sees gradients: read it before. Under torch.compile the flag changes nothing.
+    tp_group: a process group whose ranks hold consecutive slices of the vocabulary in rank order,
+    of any sizes, and the same labels: one all_gather of 16 bytes per token (after one of 8 bytes
+    per rank), none in backward.
     """
     refuse_transforms()
     _checks.group("tp_group", tp_group)

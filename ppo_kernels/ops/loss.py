@@ -255,7 +255,7 @@ def ppo_loss(
     loss, stats, *gradients = torch.ops.ppo_kernels.ppo_loss.default(
         logprobs, entropy, *loss_terms(options, logprobs), *need
     )
-    return PPOLoss(with_gradients(loss, inputs, gradients), LossStats(stats))
+    return PPOLoss(with_gradients(loss, inputs, need, gradients), LossStats(stats))
 
 
 def ppo_loss_from_logits(
@@ -321,7 +321,7 @@ def ppo_loss_from_logits(
     else:
         op = torch.ops.ppo_kernels.ppo_loss_from_logits.default
         loss, stats, d_logits, d_values = op(rows, *args, *need)
-    loss = with_gradients(loss, inputs, [d_logits, d_values], once=in_place)
+    loss = with_gradients(loss, inputs, need, [d_logits, d_values], once=in_place)
     return PPOLoss(loss, LossStats(stats))
 
 

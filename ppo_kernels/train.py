@@ -36,6 +36,7 @@ from ppo_kernels._errors import UserError
 from ppo_kernels.train_settings import RunSettings
 from ppo_kernels.trainer import PPOConfig, PPOTrainer
 from ppo_kernels.trainer.inputs import InputChecker
+from ppo_kernels.trainer.rollout import response_text
 
 
 class MetricsLog:
@@ -137,8 +138,8 @@ def import_function(name: str) -> Callable[..., Any]:
 class RewardFunction:
     """module:function of one text, or of (prompt, response) and fields of the prompt's line."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.function = name, import_function(name)
+    def __init__(self, name: str, is_seq2seq: bool = False) -> None:
+        self.name, self.function, self.is_seq2seq = name, import_function(name), is_seq2seq
         try:
             self.signature = inspect.signature(self.function)
         except (TypeError, ValueError):
@@ -166,7 +167,9 @@ class RewardFunction:
                 ) from None
 
     def _bind(self, prompt: Prompt, response: str) -> inspect.BoundArguments:
-        texts = (prompt.text, response) if self.texts == 2 else (prompt.text + response,)
+        texts = (prompt.text, response)
+        if self.texts == 1:  # of a seq2seq model they are two texts, not one that goes on
+            texts = ((" " if self.is_seq2seq else "").join(texts),)
         fields = prompt.fields
         if not self.takes_any_field:
             fields = {name: fields[name] for name in self.names if name in fields}
@@ -188,12 +191,10 @@ class Reward:
 
     def _score(self, i: int, query: Tensor, response: Tensor) -> float:
         prompt = self.rows[id(query)]
-        # Decoded together: some tokenizers drop the space at the start of a lone response.
-        ids = torch.cat([query, response.to(query.device)])
-        before, text = (self.tokenizer.decode(x, skip_special_tokens=True) for x in (query, ids))
+        text = response_text(self.tokenizer, query, response, self.function.is_seq2seq)
         where = f"row {i} of the batch (prompt on line {prompt.line})"
         try:
-            score = self.function(prompt, text[len(before) :])
+            score = self.function(prompt, text)
         except Exception as error:
             raise RewardError(f"the reward function raised on {where}: {error!r}") from error
         try:
@@ -236,7 +237,8 @@ def read_settings(
     if not resume:
         return *train_settings.settings(*given), []
     saved = (str(out / "config.yaml"), read_yaml(out / "config.yaml", f"--resume {out}"))
-    before, after = train_settings.settings(saved), train_settings.settings(saved, *given)
+    before = train_settings.settings(saved)
+    after = train_settings.settings(saved, *given, resumed=before[1])
     return *after, train_settings.changes(before, after)
 
 
@@ -406,9 +408,9 @@ def run(out: Path, file: Path | None, resume: bool, flags: dict[str, Any]) -> No
             f"--prompts {settings.prompts}: {len(prompts)} prompts, fewer than batch_size = "
             f"{config.batch_size}"
         )
-    function = RewardFunction(settings.reward)
-    function.check(prompts)
     model_config, tokenizer = read_model(settings.model)
+    function = RewardFunction(settings.reward, model_config.is_encoder_decoder)
+    function.check(prompts)
     limits = InputChecker(config, model_config)
     queries = tokenize(tokenizer, prompts, settings.prompts, limits, settings.max_new_tokens)
     trainer = make_trainer(settings.model, config, model_config.is_encoder_decoder, tokenizer)

@@ -41,24 +41,56 @@ class RunSettings:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
-# What other trainers call it -> what it is called here.
+# What it is called here: what TRL, transformers, OpenRLHF, verl and others call it.
 RENAMED = {
-    "forward_batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "mini_batch_size (one optimizer step) and micro_batch_size",
-    "num_mini_batches": "mini_batch_size",
-    "num_ppo_epochs": "ppo_epochs",
-    "kl_coef": "init_kl_coef, with adap_kl_ctrl=False",
-    "kl_estimator": "kl_penalty",
-    "clip_ratio_low": "cliprange",
-    "clip_ratio_high": "cliprange_high",
-    "clip_ratio_c": "dual_clip",
-    "lambd": "lam",
-    "gae_lambda": "lam",
-    "eps_clip": "cliprange",
-    "clip_range": "cliprange",
+    "{model}": "model_name_or_path model_name model_path sft_model_path pretrain",
+    "{prompts}": "dataset dataset_name train_files prompt_data",
+    "{reward}, a function that may ask a reward model": "reward_model reward_model_path "
+    "reward_pretrain reward_fn reward_funcs reward_function remote_rm_url",
+    "nothing: the reference is the model as it starts": "ref_model ref_model_path reference_model "
+    "ref_pretrain",
+    "{max_new_tokens}, of the response alone": "max_length response_length max_response_length "
+    "max_completion_length generate_max_len max_tokens",
+    "{save_every}": "save_steps save_freq save_interval",
+    "{out}": "output_dir output save_path ckpt_path default_local_dir",
+    "{resume}": "resume_from_checkpoint load_checkpoint",
+    "{steps}, of {batch_size} responses each": "total_episodes num_episodes total_epochs "
+    "num_train_epochs",
+    "{steps}": "max_steps total_steps total_training_steps",
+    "{batch_size}": "rollout_batch_size",
+    "{batch_size} (one step) or {mini_batch_size} (one optimizer step)": "train_batch_size",
+    "{mini_batch_size}": "num_mini_batches num_minibatches ppo_mini_batch_size minibatch_size",
+    "{micro_batch_size}": "forward_batch_size per_device_train_batch_size micro_train_batch_size "
+    "micro_rollout_batch_size ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+    "{mini_batch_size} (one optimizer step) and {micro_batch_size}": "gradient_accumulation_steps",
+    "{ppo_epochs}": "num_ppo_epochs update_epochs",
+    "{learning_rate}": "lr actor_lr actor_learning_rate",
+    "{value_learning_rate}": "critic_lr critic_learning_rate",
+    "{critic_warmup_steps}": "critic_warmup",
+    "{max_grad_norm}": "grad_clip clip_grad max_norm clip_grad_norm",
+    "{init_kl_coef}, which {adap_kl_ctrl} steers": "kl_coef beta kl_beta",
+    "{adap_kl_ctrl}": "adaptive_kl use_adaptive_kl",
+    "{target}": "kl_target",
+    "{horizon}": "kl_horizon",
+    "{kl_penalty}": "kl_estimator",
+    "{kl_loss_coef}": "use_kl_loss",
+    "{score_clip}": "reward_clip reward_clip_range cliprange_reward",
+    "{gamma}": "gae_gamma discount discount_factor",
+    "{lam}": "gae_lambda lambda lambd lmbda",
+    "{whiten_advantages}": "normalize_advantage normalize_advantages",
+    "{cliprange}": "clip_range clip_ratio clip_eps clip_coef eps_clip epsilon clip_ratio_low "
+    "cliprange_low",
+    "{cliprange_high}": "clip_ratio_high epsilon_high eps_clip_high",
+    "{cliprange} and {cliprange_high}": "eps_clip_low_high",
+    "{dual_clip}": "clip_ratio_c",
+    "{cliprange_value}": "value_clip cliprange_vf clip_range_vf clip_range_value vf_clip",
+    "{vf_coef}": "value_loss_coef value_coef",
+    "{ent_coef}": "entropy_coef entropy_coeff entropy_loss_coef",
 }
 # Fields for data that the command line has no way to give.
 PYTHON_ONLY = ("ptx_coef", "rollout_is_cap")
+# Flags that are not fields.
+NO_FIELDS = ("out", "resume", "config")
 FIELDS = {
     field.name: field
     for cls in (RunSettings, PPOConfig)
@@ -103,21 +135,26 @@ def flag(name: str) -> str:
 
 
 def hint(name: str) -> str:
-    """What a field, or flag, that does not exist might be here."""
+    """What a field, or flag, that does not exist is here; "" if that is not known."""
     shown = flag if name.startswith("-") else str
-    name = name.lstrip("-").replace("-", "_")
+    name = name.partition("=")[0].lstrip("-").replace("-", "_")
     if name in PYTHON_ONLY:
         return "; it is for PPOTrainer in Python"
-    if name in RENAMED:
-        return f"; here it is {RENAMED[name]}"
-    close = difflib.get_close_matches(name, FIELDS, 1)
+    for text, others in RENAMED.items():
+        if name in others.split():
+            known = {field: shown(field) for field in FIELDS} | {n: flag(n) for n in NO_FIELDS}
+            return f"; here it is {text.format_map(known)}"
+    # Letters that are wrong or missing, no more: a name that is merely similar means another thing.
+    close = difflib.get_close_matches(name, (*FIELDS, *NO_FIELDS), 1, cutoff=0.88)
     return f"; did you mean {shown(close[0])}?" if close else ""
 
 
-def settings(*layers: tuple[str, dict[str, Any]]) -> tuple[RunSettings, PPOConfig]:
+def settings(
+    *layers: tuple[str, dict[str, Any]], resumed: PPOConfig | None = None
+) -> tuple[RunSettings, PPOConfig]:
     """From (where they are from, fields); later ones win. UserError names the field and its origin.
 
-    Flags are from "".
+    Flags are from "". resumed: of a run whose FIXED fields must stay.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -127,6 +164,12 @@ def settings(*layers: tuple[str, dict[str, Any]]) -> tuple[RunSettings, PPOConfi
                 raise UserError(f"{source}: there is no field {name!r}{hint(str(name))}")
             origin[name] = source or flag(name)
             values[name] = convert(FIELDS[name], value, origin[name])
+    for name in FIXED:
+        if resumed is not None and values.get(name, was := getattr(resumed, name)) != was:
+            raise UserError(
+                f"{origin[name]}: {name} cannot change when a run is resumed: it is {was}, "
+                f"got {values[name]}"
+            )
     missing = [n for n in ("model", "prompts", "reward", "steps") if values.get(n) is None]
     if missing:
         flags = ", ".join(map(flag, missing))
@@ -164,13 +207,6 @@ def _kinds(field: dataclasses.Field) -> tuple[Any, ...]:
 def changes(
     before: tuple[RunSettings, PPOConfig], after: tuple[RunSettings, PPOConfig]
 ) -> list[str]:
-    """`name old -> new` of what a resumed run does differently; UserError if it cannot."""
+    """`name old -> new` of what a resumed run does differently."""
     old, new = (dataclasses.asdict(run) | dataclasses.asdict(ppo) for run, ppo in (before, after))
-    changed = [name for name in new if old[name] != new[name]]
-    for name in changed:
-        if name in FIXED:
-            raise UserError(
-                f"{flag(name)}: {name} cannot change when a run is resumed: it is {old[name]}, "
-                f"got {new[name]}"
-            )
-    return [f"{name} {old[name]} -> {new[name]}" for name in changed]
+    return [f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]

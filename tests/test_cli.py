@@ -5,10 +5,11 @@ import json
 import re
 import shutil
 import signal
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from ppo_kernels.demo.data import Snippet, Split
 from ppo_kernels.demo.settings import QUICK
 from ppo_kernels.demo.supervised import train_tokenizer
 from ppo_kernels.trainer import PPOConfig
+from ppo_kernels.trainer.rollout import response_text
 
 REWARDS = """
 import signal
@@ -211,6 +213,7 @@ def test_resume_applies_what_may_change_and_refuses_the_rest(
     before = Path("out/config.yaml").read_text()
     for more, message in (
         (["--batch-size", "2"], "--batch-size: batch_size cannot change .* is 4, got 2"),
+        (["--batch-size", "1"], "--batch-size: batch_size cannot change .* is 4, got 1"),
         (["--init-kl-coef", "0.1"], "init_kl_coef cannot change"),
         (["--steps", "1"], "--steps 1: the run has already made 2 steps"),
         (["--config", "absent.yaml"], "--config absent.yaml: .*No such file"),
@@ -232,6 +235,42 @@ def test_resume_applies_what_may_change_and_refuses_the_rest(
     assert (saved["steps"], saved["batch_size"], saved["max_new_tokens"]) == (3, 4, 5)
     rates = [group["lr"] for group in torch.load("out/checkpoint.pt")["optimizer"]["param_groups"]]
     assert rates == [1e-5, 1e-4]
+
+
+def test_a_mini_batch_size_that_was_derived_is_not_kept() -> None:
+    """config.yaml, read again with another batch_size, derives it anew."""
+    layer = {"model": "m", "prompts": "p", "reward": "r:f", "steps": 1, "batch_size": 16}
+    _, config = train_settings.settings(("", layer))
+    saved = {name: x for name, x in asdict(config).items() if name in train_settings.FIELDS}
+    _, again = train_settings.settings(("config.yaml", layer | saved), ("", {"batch_size": "8"}))
+    assert (config.minibatch, again.minibatch) == (16, 8)
+
+
+class Metaspace:
+    """As Llama's: a space before each word, which the first of a text loses."""
+
+    words = ("", " a", " b", ",")
+
+    def decode(self, ids: torch.Tensor, skip_special_tokens: bool = True) -> str:
+        text = "".join(self.words[i] for i in ids)
+        return text.replace(" b,", " B,").removeprefix(" ")
+
+
+def test_a_response_is_told_as_it_stands_behind_its_prompt() -> None:
+    def text(query: list[int], response: list[int], alone: bool = False) -> str:
+        ids = torch.tensor(query), torch.tensor(response)
+        return response_text(Metaspace(), *ids, alone)
+
+    assert text([1], [2, 0]) == " b"
+    assert text([1], [2], alone=True) == "b"
+    assert text([1, 2], [3, 1]) == ", a"  # together they read "a B, a", which "a b" does not begin
+
+
+def test_two_texts_of_a_seq2seq_model_are_not_run_together(here: Path) -> None:
+    function = train.RewardFunction("my_rewards:letters", is_seq2seq=True)
+    q = torch.tensor([1])
+    reward = train.Reward(function, Metaspace(), {id(q): train.Prompt(1, "a", {})})
+    assert reward([q], [torch.tensor([1, 2])]) == [2 / (1 + len("a a b"))]
 
 
 def test_rewards_get_the_prompt_as_it_is_in_the_file_and_fields_of_its_line(here: Path) -> None:
@@ -309,7 +348,7 @@ def test_nothing_is_written_before_the_input_is_checked(
 ) -> None:
     shutil.copytree(model_dir, "notokens", ignore=shutil.ignore_patterns("token*", "special*"))
     for more, message in (
-        (["--steps", "1", "--clip-range", "1"], "clip-range 1; here it is cliprange"),
+        (["--steps", "1", "--clip-range", "1"], "clip-range 1; here it is --cliprange"),
         (["--steps", "1", "--batch-size", "5"], "4 prompts, fewer than batch_size = 5"),
         (["--steps", "1", "--prompts", "absent.jsonl"], "absent.jsonl"),
         (["--steps", "1", "--model", "./absent"], "--model ./absent: there is no such folder"),
@@ -373,6 +412,37 @@ def test_help_explains_and_needs_no_extra(
     assert "run `pip install 'ppo_kernels[train]'`" in err and err.count("\n") == 1
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'ppo_kernels\[train\]'"):
         models.AutoModelForCausalLMWithValueHead.from_pretrained("name")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("--lr", "; here it is --learning-rate"),
+        ("--lr=1e-5", "; here it is --learning-rate"),
+        ("lr", "; here it is learning_rate"),
+        ("--beta", "; here it is --init-kl-coef, which --adap-kl-ctrl steers"),
+        ("kl_coef", "; here it is init_kl_coef, which adap_kl_ctrl steers"),
+        ("--value-clip", "; here it is --cliprange-value"),
+        ("--response-length", "; here it is --max-new-tokens, of the response alone"),
+        ("output_dir", "; here it is --out"),
+        ("--total-epochs", "; here it is --steps, of --batch-size responses each"),
+        ("--gae-lambda", "; here it is --lam"),
+        ("--learning_rate", "; did you mean --learning-rate?"),
+        ("--ppo-epoch", "; did you mean --ppo-epochs?"),
+        *((f"--{name}", "") for name in ("top-k", "warmup-steps", "kl-loss-type", "save-total")),
+        *((f"--{name}", "") for name in ("fp16", "eval-batch-size", "dtype", "logging-steps")),
+    ],
+)
+def test_a_name_of_other_trainers_is_translated_or_left_alone(name: str, expected: str) -> None:
+    assert train_settings.hint(name) == expected
+
+
+def test_every_translation_names_what_there_is_and_translates_nothing_that_is_here() -> None:
+    known = {*train_settings.FIELDS, *train_settings.NO_FIELDS}
+    others = " ".join(train_settings.RENAMED.values()).split()
+    assert len(set(others)) == len(others) and not known & set(others)
+    for text in train_settings.RENAMED:
+        assert {name for _, name, _, _ in string.Formatter().parse(text) if name} <= known
 
 
 def test_flags_override_the_file_and_numbers_are_numbers() -> None:

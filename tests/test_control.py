@@ -61,8 +61,15 @@ def test_14_one_score_or_equal_scores_scale_nothing(scores: list[float]) -> None
     assert moments.std == 1.0
 
 
+def test_mini_batch_size_follows_batch_size_until_it_is_given() -> None:
+    config = PPOConfig()
+    assert (config.mini_batch_size, config.minibatch) == (None, 32)
+    assert dataclasses.replace(config, batch_size=16).minibatch == 16
+    assert PPOConfig(mini_batch_size=8).minibatch == 8
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"batch_size": 0}, "batch_size must be a finite number >= 1, got 0"),
+    ({"batch_size": 0}, "batch_size must be a finite number >= 1, got 0$"),
     ({"batch_size": 2.0}, "batch_size must be an integer"),
     ({"batch_size": "64"}, "batch_size must be an integer, got '64'"),
     ({"seed": 2**63}, "seed must be a finite number >= 0 and <= 4.29"),

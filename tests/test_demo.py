@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -226,6 +227,18 @@ def check_outputs(out: Path, settings: Any) -> None:
     for name in ("curves.png", "no_kl.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     text = (out / "report.md").read_text()
+    run = text[text.index("## What was run") : text.index("## Samples")]
+    for part in (
+        f"{settings.layers} layers of width {settings.width}",
+        f"{settings.ppo_steps} steps of 64 responses of at most {settings.response_tokens} tokens",
+        "| temperature | 0.85 |",
+        f"| KL coefficient | {settings.kl_coef:g}, fixed |",
+        "| seed | 0 |",
+        f"{len(os.sched_getaffinity(0))} CPUs",
+        f"torch {torch.__version__}",
+    ):
+        assert part in run, part
+    assert re.search(r"\| data \| \d+ movie-review snippets, \d+ more held out", run)
     samples = text[text.index("## Samples") : text.index("## Time")]
     assert samples.count("\n| ") == 2 + report.SAMPLES
     assert list((out / "checkpoints").iterdir()) == []

@@ -7,8 +7,12 @@ on the CPU; inputs `in.*`, what the project returned `out.*`.
 import contextlib
 import importlib
 import inspect
+import re
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +105,43 @@ def test_signatures(home: str, ours: Callable, expected: str) -> None:
     assert parameters(ours) == expected
     with contextlib.suppress(ImportError):  # where the project is installed, what it has today
         assert parameters(getattr(importlib.import_module(home), ours.__name__)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ours", "homes"),
+    [
+        (trl, "trl.trainer.utils"),
+        (verl, "verl.utils.torch_functional verl.trainer.ppo.core_algos"),
+        (openrlhf, "openrlhf.models.actor openrlhf.trainer.ppo_utils.experience_maker"),
+        (torchrl, "torchrl.objectives.value.advantages"),
+    ],
+)
+def test_the_recipe_in_the_docstring_assigns_what_it_says(
+    ours: types.ModuleType, homes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run as it is printed, on empty modules in the places of the project's."""
+    modules: dict[str, types.ModuleType] = {}
+    for home in homes.split():
+        parts = home.split(".")
+        for n in range(1, len(parts) + 1):
+            name, parent = ".".join(parts[:n]), ".".join(parts[: n - 1])
+            if name not in modules:
+                modules[name] = types.ModuleType(name)
+                monkeypatch.setitem(sys.modules, name, modules[name])
+                if parent:
+                    setattr(modules[parent], parts[n - 1], modules[name])
+    holders: list[Any] = [modules[home] for home in homes.split()]
+    if ours is openrlhf:
+        holders[1].RemoteExperienceMaker = type("RemoteExperienceMaker", (), {})
+        holders.append(holders[1].RemoteExperienceMaker)
+    lines = [line[4:] for line in ours.__doc__.splitlines() if line.startswith("    ")]
+    exec("\n".join(lines), {"logits": torch.zeros(1, 1, 3), "input_ids": torch.zeros(1, 1).long()})
+    assigned = {
+        line.split(".")[-1].split(" =")[0] for line in lines if re.match(r"\S+\.\w+ =", line)
+    }
+    assert assigned
+    for name in assigned:
+        assert any(getattr(holder, name, None) is getattr(ours, name) for holder in holders), name
 
 
 def test_verl() -> None:

@@ -49,6 +49,13 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+def test_statistics_lists_what_a_step_returns() -> None:
+    text = (README.parent / "STATISTICS.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    listed = [key for row in rows for key in re.findall(r"`(.*?)`", row)]
+    assert sorted(listed) == sorted(tiny.trainer().step(*tiny.rows(4)))
+
+
 def test_every_block_in_order(
     names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -901,8 +901,10 @@ def test_39_bad_set_ups_are_named() -> None:
     with pytest.raises(TypeError, match=r"ref_model must be an nn\.Module, got str"):
         tiny.trainer(ref_model="gpt2")
     wrapped = Wrapper(tiny.policy())
-    with pytest.raises(ValueError, match="Wrapper returns no logits: give the model inside it"):
-        tiny.trainer(wrapped).rollout(*tiny.rows(4))
+    with pytest.raises(
+        TypeError, match=r"model .*Wrapper returns no logits: give the model inside"
+    ):
+        tiny.trainer(wrapped)
     lists = PPOTrainer(tiny.trainer().config, tiny.policy(), dataset=[ids(3)] * 4)
     with pytest.raises(TypeError, match=r"dataset must have dicts as rows, .* got Tensor"):
         next(iter(lists.dataloader))
@@ -925,6 +927,11 @@ def test_39_a_bad_prompt_is_named_before_anything_is_sampled() -> None:
     for queries, options, message in (
         (None, {}, "queries must be a list or tensor, got NoneType"),
         ([ids(3), [4, 5]], {}, r"queries\[1\] must be a 1-D tensor of token ids, got list"),
+        (
+            ids(3, 4),
+            {},
+            r"queries\[0\] must be a 1-D tensor .* \(is the list around it missing\?\)",
+        ),
         ([ids(3), ids()], {}, r"queries\[1\] is empty"),
         ([ids(99)], {}, r"queries\[0\] must hold ids in \[0, 61\), got 99 to 99"),
         ([ids(3)], {"max_new_tokens": 64}, r"queries\[0\] and max_new_tokens: 65 tokens"),
@@ -1072,12 +1079,67 @@ def test_models_that_cannot_be_trained_so_are_refused() -> None:
         tiny.trainer(model, model.pretrained_model)
 
 
-def test_full_kl_over_two_vocabularies_is_refused() -> None:
+def test_39_a_reference_that_is_none_is_named_before_the_first_step() -> None:
     config = tiny.gpt2().config
+    scores = transformers.GPT2ForSequenceClassification(config)
+    for other in (nn.Linear(3, 3), tiny.t5(), scores, tiny.gpt2().transformer):
+        kind = type(other).__name__
+        with pytest.raises((TypeError, ValueError), match=f"ref_model .*({kind}|61 tokens)"):
+            tiny.trainer(None, other)
     config.vocab_size = tiny.VOCAB + 3
-    other = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(ValueError, match="one vocabulary, got 61 and 64"):
-        tiny.trainer(None, other, kl_penalty="full").rollout(*tiny.rows(4))
+    padded = transformers.GPT2LMHeadModel(config)
+    tiny.trainer(None, padded)
+    with pytest.raises(ValueError, match=r"ref_model must have .* vocabulary, 61 tokens, got 64"):
+        tiny.trainer(None, padded, kl_penalty="full")
+
+
+def test_39_what_the_value_model_or_the_reference_cannot_read_is_named() -> None:
+    def config(**sizes: int) -> Any:
+        config = tiny.gpt2().config
+        config.update(sizes | {"num_labels": 1})
+        return config
+
+    few = transformers.GPT2ForTokenClassification(config(vocab_size=20))
+    short = transformers.GPT2LMHeadModel(config(n_positions=8))
+    for model, ref, message in (
+        (PolicyAndValue(tiny.gpt2(), few), tiny.gpt2(), r"must hold ids in \[0, 20\)"),
+        (None, short, r"queries\[0\] and responses\[0\]: 9 tokens, the model takes at most 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny.trainer(model, ref).rollout([ids(3, 4, 5, 6)], [ids(7, 8, 9, 10, 60)], [0.0])
+
+
+def test_39_an_optimizer_of_anything_but_the_model_is_refused() -> None:
+    model, other, adam = tiny.policy(), tiny.policy(), torch.optim.Adam
+    for optimizer, message in (
+        (adam(other.parameters()), "optimizer leaves out 30 parameters that the model trains"),
+        (adam(model.pretrained_model.parameters()), "leaves out 2 .*such as v_head"),
+        (adam([*model.parameters(), *other.parameters()]), "30 parameters that are not the model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny.trainer(model, optimizer=optimizer)
+    for optimizer in (adam, "adam", 1e-3):
+        with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got"):
+            tiny.trainer(model, optimizer=optimizer)
+    before, model = adam(tiny.policy().parameters()), lora()
+    with pytest.raises(ValueError, match=r"leaves out .*lora_.*complete \(LoRA"):
+        tiny.trainer(model, optimizer=before)
+
+
+def test_optimizers_that_hold_more_than_is_trained_or_are_wrapped_go_on() -> None:
+    import accelerate
+
+    model = lora()
+    optimizer = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), 0.1))
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer)
+    before, config = parameters(model), tiny.trainer().config
+    PPOTrainer(config, model, optimizer=optimizer, lr_scheduler=scheduler).step(*tiny.rows(4))
+    changed = {
+        n.split(".")[-2] for n, p in model.named_parameters() if not torch.equal(before[n], p)
+    }
+    assert changed == {"default", "summary"}
+    with pytest.raises(ValueError, match="lr_scheduler must be one of the trainer's optimizer"):
+        PPOTrainer(config, lora(), lr_scheduler=scheduler)
 
 
 def test_a_rollout_prints_in_a_line() -> None:

@@ -47,6 +47,17 @@ def test_39_arguments_of_train_are_named() -> None:
             trainer.train(prompts, lambda p, r: [0.0] * 4, steps=steps)
 
 
+def test_39_scores_that_reward_fn_returns_are_named_so() -> None:
+    trainer = tiny.trainer(tokenizer=tiny.Tokenizer())
+    for scores, error, message in (
+        (1.0, TypeError, "scores must be a list or tensor, got float"),
+        ([1.0], ValueError, "scores must have one entry per query, 4, got 1"),
+    ):
+        with pytest.raises(error, match=f"reward_fn must return scores for step: {message}"):
+            trainer.train(["w3"] * 4, lambda p, r, x=scores: x, steps=1, max_new_tokens=2)
+    assert trainer.places["prompts"]["cursor"] == 0
+
+
 def test_importing_the_ops_imports_no_transformers() -> None:
     code = "import sys, ppo_kernels; assert 'transformers' not in sys.modules; "
     code += "ppo_kernels.PPOTrainer"

@@ -204,11 +204,15 @@ def test_35_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     whole = (tmp_path / "half.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
     for name in ("text.pt", "half.pt"):
-        with pytest.raises(ValueError, match=f"{name} is not a checkpoint"):
+        with pytest.raises(ValueError, match=f"{name} is not a checkpoint: .{{,40}}$"):
             trainer.load_checkpoint(tmp_path / name)
     torch.save(torch.ones(2), tmp_path / "tensor.pt")
-    with pytest.raises(ValueError, match="this is no state of PPOTrainer"):
-        trainer.load_checkpoint(tmp_path / "tensor.pt")
+    torch.save(tiny.gpt2().state_dict(), tmp_path / "model.pt")
+    for name in ("tensor.pt", "model.pt"):
+        with pytest.raises(
+            ValueError, match=r"^this is no state of PPOTrainer: .{,70} or unknown$"
+        ):
+            trainer.load_checkpoint(tmp_path / name)
 
 
 def test_35_a_reference_made_from_the_trained_policy_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """report.md and its plots, from the stages' numbers and metrics.jsonl."""
 
+import os
+import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
+import torch
+import transformers
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -118,9 +122,11 @@ judge, VADER, is a lexicon that no stage has seen.
 
 ![curves](curves.png)
 
-Thin lines: training batches of 64. Points: the held-out prompts.
+Thin lines: training batches. Points: the held-out prompts.
 
 {hacking(evaluation, settings)}
+
+{setup(infos, settings, seed)}
 
 ## Samples
 
@@ -130,6 +136,29 @@ Thin lines: training batches of 64. Points: the held-out prompts.
 
 {times(infos)}
 """
+
+
+def setup(infos: dict[str, dict[str, Any]], settings: Settings, seed: int) -> str:
+    """What was run, on what."""
+    config = settings.ppo_config(seed, settings.kl_coef, settings.ppo_steps)
+    data, vocabulary = infos["data"], infos["tokenizer"]["vocabulary"]
+    rows = {
+        "model": f"GPT-2's architecture, {settings.layers} layers of width {settings.width}, "
+        f"{vocabulary} tokens, trained from scratch; the reward model starts from it",
+        "data": f"{data['train']} movie-review snippets, {data['held_out']} more held out, from "
+        "rotten.tomatoes.com with ratings by people (Hutto & Gilbert 2014)",
+        "PPO": f"{config.steps} steps of {config.batch_size} responses of at most "
+        f"{settings.response_tokens} tokens, {config.ppo_epochs} passes over each",
+        "temperature": f"{config.temperature:g}",
+        "KL coefficient": f"{config.init_kl_coef:g}, fixed",
+        "seed": f"{seed}",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs, "
+        f"threads: {torch.get_num_threads()}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+    }
+    lines = ["## What was run", "", "| | |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {name} | {escape(text)} |" for name, text in rows.items())])
 
 
 def table(metrics: dict[str, Metrics]) -> str:

@@ -1,4 +1,15 @@
-"""OpenRLHF's functions by their own names and signatures, on the fused ops."""
+"""OpenRLHF's functions by the names and signatures they have in OpenRLHF 0.11, on the fused ops.
+
+They are assigned where they are used, in each process that computes (Ray's workers import for
+themselves); the second is a method there:
+
+    from openrlhf.models import actor
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+    from ppo_kernels.integrations import openrlhf as fused
+    actor.log_probs_from_logits = fused.log_probs_from_logits
+    advantages = staticmethod(fused.get_advantages_and_returns)
+    RemoteExperienceMaker.get_advantages_and_returns = advantages
+"""
 
 from torch import Tensor
 

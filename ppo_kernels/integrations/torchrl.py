@@ -1,4 +1,11 @@
-"""torchrl's vectorised GAE by its own name and signature, on the scan kernel."""
+"""torchrl's vectorised GAE by the name and signature it has in torchrl 0.14, on the scan kernel.
+
+torchrl's `GAE` looks it up in the module where `GAE` is defined:
+
+    import torchrl.objectives.value.advantages as theirs
+    from ppo_kernels.integrations import torchrl as fused
+    theirs.vec_generalized_advantage_estimate = fused.vec_generalized_advantage_estimate
+"""
 
 from torch import Tensor
 

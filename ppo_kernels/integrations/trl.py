@@ -1,14 +1,16 @@
 """TRL's functions by the names and signatures they have in TRL 1.16, on the fused ops.
 
-    from ppo_kernels.integrations import trl
-    logps = trl.selective_log_softmax(logits, input_ids, temperature=0.7)
+    from ppo_kernels.integrations import trl as fused
+    logps = fused.selective_log_softmax(logits, input_ids, temperature=0.7)
 
 Not patched in behind anyone's back. TRL's trainers import these functions by name, so that to make
-one of them use ours (CPO, ORPO, SDFT, TPO and others under `trl.experimental` in 1.16; GRPO has a
-path of its own) they are assigned before its module is imported:
+one of them use ours they are assigned before its module is imported. In 1.16 `trl.experimental`'s
+CPO, ORPO, SDFT, SDPO and A2PO use the first, TPO the second; GRPO has a path of its own:
 
     import trl.trainer.utils
-    trl.trainer.utils.selective_log_softmax = ppo_kernels.integrations.trl.selective_log_softmax
+    from ppo_kernels.integrations import trl as fused
+    trl.trainer.utils.selective_log_softmax = fused.selective_log_softmax
+    trl.trainer.utils.selective_log_softmax_and_entropy = fused.selective_log_softmax_and_entropy
 """
 
 import torch

@@ -1,10 +1,14 @@
 """verl's functions by the names and signatures they have in verl 0.9, on the fused ops.
 
-verl's workers look them up in their module at each call (`verl_F.logprobs_from_logits`,
-`core_algos.compute_gae_advantage_return`), so an assignment there is enough:
+They are assigned where verl defines them, in each process that computes (Ray's workers import for
+themselves), and before its engines are imported, which take `logprobs_from_logits` by name:
 
     import verl.utils.torch_functional as verl_F
-    verl_F.logprobs_from_logits = ppo_kernels.integrations.verl.logprobs_from_logits
+    from verl.trainer.ppo import core_algos
+    from ppo_kernels.integrations import verl as fused
+    verl_F.logprobs_from_logits = fused.logprobs_from_logits
+    verl_F.entropy_from_logits = fused.entropy_from_logits
+    core_algos.compute_gae_advantage_return = fused.compute_gae_advantage_return
 """
 
 from torch import Tensor
@@ -26,7 +30,8 @@ __all__ = [
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Log-prob of each label, fp32. As in verl the gradient takes the place of the logits unless
-    inplace_backward=False; whatever else needs them after backward then raises."""
+    inplace_backward=False: another backward that needs them raises, a metric computed from them
+    after backward silently reads gradients."""
     return _logprobs_from_logits(logits, labels, inplace_backward=inplace_backward)
 
 

@@ -31,15 +31,16 @@ def read(path: Path) -> dict[str, Any]:
     """What `write` wrote, on the CPU; nothing in the file is executed."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is not a checkpoint: {error}") from None
+    except (RuntimeError, EOFError, pickle.UnpicklingError):  # torch's text advises to execute it
+        raise ValueError(f"{path} is not a checkpoint: torch.load cannot read it safely") from None
 
 
 def check(state: dict[str, Any], own: dict[str, Any]) -> None:
     """ValueError that says why, if `state` is not of a run whose state is `own` now."""
     names = state.keys() if isinstance(state, dict) else set()
     if names != own.keys():
-        wrong = ", ".join(sorted(map(str, names ^ own.keys())))
+        wrong = sorted(map(str, names ^ own.keys()))
+        wrong = ", ".join(wrong[:4]) + ", .." * (len(wrong) > 4)
         raise ValueError(f"this is no state of PPOTrainer: {wrong} missing or unknown")
     theirs, ours = ({n: tuple(p.shape) for n, p in s["model"].items()} for s in (state, own))
     if theirs != ours:

@@ -83,12 +83,11 @@ class PPOConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             setattr(self, field.name, _checked(field.name, field.type, getattr(self, field.name)))
-        if self.mini_batch_size is None:
-            self.mini_batch_size = min(self.batch_size, 32)
-        for small, large in (("micro", "mini_batch_size"), ("mini", "batch_size")):
-            size, most = getattr(self, f"{small}_batch_size") or 1, getattr(self, large)
+        sizes = (self.micro_batch_size or 1, self.minibatch, self.batch_size)
+        for small, large, size, most in zip(("micro_", "mini_"), ("mini_", ""), sizes, sizes[1:]):
             if size > most:
-                raise ValueError(f"{small}_batch_size must be <= {large} = {most}, got {size}")
+                name = f"{small}batch_size must be <= {large}batch_size"
+                raise ValueError(f"{name} = {most}, got {size}")
         if self.use_score_norm and not self.use_score_scaling:
             raise ValueError("use_score_norm=True needs use_score_scaling=True, got False")
         if (self.loss_agg_mode == "constant-divisor") != (self.loss_divisor is not None):
@@ -99,6 +98,11 @@ class PPOConfig:
             raise ValueError(f"{both} put the KL into loss and reward: set one of them to 0")
         if self.kl_penalty == "full" and self.kl_placement != "token":
             raise ValueError("kl_penalty='full' needs kl_placement='token'")
+
+    @property
+    def minibatch(self) -> int:
+        """mini_batch_size, or what its None stands for."""
+        return self.mini_batch_size or min(self.batch_size, 32)
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:

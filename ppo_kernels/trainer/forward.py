@@ -27,6 +27,15 @@ class Reader:
         except ValueError:
             self.has_head = False
 
+    def vocabulary(self, name: str, batch: Batch, with_values: bool = False) -> int:
+        """How many logits the model has for a token; TypeError with its `name` if it has none."""
+        try:
+            with torch.no_grad(), modes.without_dropout(self.model):
+                return self(batch, 1.0, with_values)[2](slice(0)).shape[-1]
+        except Exception as error:
+            kind, why = type(self.model).__name__, f"{type(error).__name__}: {error}"
+            raise TypeError(f"{name} ({kind}) cannot score two tokens of a text: {why}") from error
+
     def __call__(
         self, batch: Batch, temperature: float, with_values: bool = False
     ) -> tuple[dict[str, Tensor], Tensor | None, Logits]:
@@ -72,9 +81,7 @@ class Reader:
 
 def full_kl(policy: Logits, ref: Logits, n: int, temperature: float) -> Tensor:
     """[n]: `sum_v p_v (ln p_v - ln q_v)`; at most about 64 MB of logits at a time."""
-    V, other = (logits(slice(0)).shape[-1] for logits in (policy, ref))
-    if other != V:
-        raise ValueError(f"kl_penalty='full' needs one vocabulary, got {V} and {other} tokens")
+    V = policy(slice(0)).shape[-1]
     parts, step = [], max(1, CHUNK_ELEMENTS // V)
     for start in range(0, max(n, 1), step):
         z = (logits(slice(start, start + step)) for logits in (policy, ref))

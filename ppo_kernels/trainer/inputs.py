@@ -11,19 +11,24 @@ from ppo_kernels.trainer.config import PPOConfig
 
 
 class InputChecker:
-    """The limits of one model and configuration. Errors name argument and row; nothing changes.
+    """The limits of a model and a configuration. Errors name argument and row; nothing changes.
 
-    start: the start token of a seq2seq model. It is no action: a response may begin with it or
-    not, and loses it here, together with its entry in lists that have one per token.
+    others: configs of what reads the same tokens, reference and value model. start: a seq2seq
+    model's start token. It is no action: a response may begin with it or not, and loses it here,
+    together with its entry in lists that have one per token.
     """
 
-    def __init__(self, cfg: PPOConfig, model_config: Any, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, cfg: PPOConfig, model_config: Any, eos_ids: Sequence[int] = (), others: Any = ()
+    ) -> None:
+        def least(name: str) -> float:
+            sizes = [getattr(c, name, None) or 0 for c in (model_config, *others)]
+            return min((n for n in sizes if n > 0), default=math.inf)
+
         self.cfg, self.eos = cfg, torch.tensor(eos_ids, dtype=torch.int64)
-        self.vocab_size = getattr(model_config, "vocab_size", None) or math.inf
+        self.vocab_size, self.max_length = least("vocab_size"), least("max_position_embeddings")
         seq2seq = getattr(model_config, "is_encoder_decoder", False)
         self.start = model_config.decoder_start_token_id if seq2seq else None
-        length = getattr(model_config, "max_position_embeddings", None) or 0
-        self.max_length = length if length > 0 else math.inf
 
     def __call__(
         self,
@@ -76,6 +81,7 @@ class InputChecker:
         """A 1-D integer tensor of known tokens, as int64 on the CPU."""
         if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int64, torch.int32):
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            got += " (is the list around it missing?)" * (isinstance(x, Tensor) and not x.dim())
             raise TypeError(f"{name} must be a 1-D tensor of token ids, got {got}")
         x, V = x.detach().long().cpu(), self.vocab_size
         if x.numel() and (x.min() < 0 or x.max() >= V):

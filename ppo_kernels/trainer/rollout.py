@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,6 +102,20 @@ def _pad(side: str, fill: int, *columns: Sequence[Tensor]) -> Tensor:
     """[B, L] int64 of the columns, joined row by row; L >= 1, also of no rows."""
     rows = [torch.cat([x.long().cpu() for x in row]) for row in zip(*columns)]
     return pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, fill, side)[:-1]
+
+
+def response_text(tokenizer: Any, query: Tensor, response: Tensor, alone: bool = False) -> str:
+    """What a response adds to the text of its query, special tokens left out.
+
+    Decoded together, as many tokenizers drop the space at the start of a lone response; alone: the
+    response of a seq2seq model, which goes on from no text.
+    """
+    ids = query[:0] if alone else query
+    ids = ids, torch.cat([ids, response.to(query.device)])
+    before, text = (tokenizer.decode(x, skip_special_tokens=True) for x in ids)
+    if not text.startswith(before):  # the decoder has tidied up across the border
+        return tokenizer.decode(response, skip_special_tokens=True)
+    return text[len(before) :]
 
 
 # [B, T] of what is scored, and of what is made of it.

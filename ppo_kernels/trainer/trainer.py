@@ -21,7 +21,7 @@ from ppo_kernels.trainer.config import KL_KINDS, PPOConfig
 from ppo_kernels.trainer.control import AdaptiveKLController, FixedKLController, RunningMoments
 from ppo_kernels.trainer.forward import Reader, full_kl
 from ppo_kernels.trainer.inputs import InputChecker, length
-from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, Rollout, collate
+from ppo_kernels.trainer.rollout import TOKEN_FIELDS, Batch, Rollout, collate, response_text
 
 # Options of generate() that would make it return something else than a sample per query.
 REFUSED = ("attention_mask", "input_ids", "num_return_sequences", "return_dict_in_generate")
@@ -78,7 +78,7 @@ class PPOTrainer:
         first = next(model.parameters(), torch.empty(0))
         self.device, self.dtype = first.device, torch.promote_types(first.dtype, torch.float32)
         self.ranks = Ranks(group, self.device)
-        self._set_tokens(pad_token_id)
+        self._set_tokens(pad_token_id, ref_model)
         ref, self.reference = modes.reference_policy(model, ref_model, reference)
         self.ref_model = None if ref is model else ref
         self._policy, self._ref = Reader(model, cfg.bf16), Reader(ref, cfg.bf16, self.reference)
@@ -90,6 +90,7 @@ class PPOTrainer:
         self._frozen_sum = checkpoint.frozen_sum(model, self.ref_model)
         self._set_optimizer(optimizer)
         self.ranks.broadcast(p for p in model.parameters() if p.requires_grad)
+        self._check_models(ref_model)
         self.kl_ctl = FixedKLController(cfg.init_kl_coef)
         if cfg.adap_kl_ctrl:
             self.kl_ctl = AdaptiveKLController(cfg.init_kl_coef, cfg.target, cfg.horizon)
@@ -102,11 +103,13 @@ class PPOTrainer:
             order, collator = self._order("dataset", len(dataset)), data_collator or _columns
             self.dataloader = DataLoader(dataset, batch_sampler=order, collate_fn=collator)
 
-    def _set_tokens(self, pad_token_id: int | None) -> None:
+    def _set_tokens(self, pad_token_id: int | None, ref_model: nn.Module | None) -> None:
         owners = (self.tokenizer, getattr(self.model, "generation_config", None))
         eos = [getattr(owner, "eos_token_id", None) for owner in owners]
         self.eos_ids = sorted({i for e in eos for i in ([e] if isinstance(e, int) else e or [])})
-        self.inputs = InputChecker(self.config, getattr(self.model, "config", None), self.eos_ids)
+        models = (self.model, getattr(self.model, "value_model", None), ref_model)
+        own, *others = (getattr(model, "config", None) for model in models)
+        self.inputs = InputChecker(self.config, own, self.eos_ids, others)
         V = self.inputs.vocab_size
         if pad_token_id is not None and not 0 <= pad_token_id < V:
             raise ValueError(f"pad_token_id must be in [0, {V}), got {pad_token_id}")
@@ -115,6 +118,18 @@ class PPOTrainer:
         self.pad_token_id = next(p for p in pads if p is not None and 0 <= p < V)
         if self.config.missing_eos_penalty is not None and not self.eos_ids:
             raise ValueError("missing_eos_penalty needs an EOS id: tokenizer and model have none")
+
+    def _check_models(self, ref_model: nn.Module | None) -> None:
+        """Ask each about two tokens, now rather than in the first step."""
+        some = torch.zeros(1, dtype=torch.int64)
+        batch = self._collate([some], [some])
+        V = self._policy.vocabulary("model", batch, with_values=True)
+        if ref_model is None or (other := self._ref.vocabulary("ref_model", batch)) == V:
+            return
+        # Rows for more or fewer tokens are fine, if they are what it says it has: logits.
+        own = getattr(getattr(ref_model, "config", None), "vocab_size", None)
+        if other != own or self.config.kl_penalty == "full":
+            raise ValueError(f"ref_model must have the model's vocabulary, {V} tokens, got {other}")
 
     def _set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         lr, value_lr = self.config.learning_rate, self.config.value_learning_rate
@@ -138,8 +153,10 @@ class PPOTrainer:
             groups = [group for group in (policy, value) if group["params"]]
             fused = self.device.type in ("cpu", "cuda")  # one kernel, where it surely exists
             optimizer = torch.optim.Adam(groups, lr=lr, fused=fused)
-        self.optimizer = optimizer
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.optimizer, self.parameters = optimizer, _stepped(optimizer, self.model)
+        steered = getattr(self.lr_scheduler, "optimizer", optimizer)
+        if steered.param_groups is not optimizer.param_groups:
+            raise ValueError("lr_scheduler must be one of the trainer's optimizer: give both")
         self._policy_parameters = [p for p in self.parameters if p not in values]
 
     def _order(self, data: str, n: int) -> BatchOrder:
@@ -242,7 +259,7 @@ class PPOTrainer:
 
     def _split(self, rows: list[Any]) -> BatchSampler:
         """rows in parts that fit into memory."""
-        size = self.config.micro_batch_size or self.config.mini_batch_size
+        size = self.config.micro_batch_size or self.config.minibatch
         return BatchSampler(rows, size, drop_last=False)
 
     def _micro_batches(
@@ -313,7 +330,7 @@ class PPOTrainer:
         ptx_batch: Any = None,
         **options: Any,
     ) -> dict[str, float]:
-        """`update(rollout(...))`: one PPO iteration on a batch; returns its statistics."""
+        """`update(rollout(...))`: one PPO iteration; returns what STATISTICS.md lists."""
         began = time.perf_counter()
         self.ranks.together(self.inputs.ptx, ptx_batch)  # before the running moments move
         rollout = self.rollout(queries, responses, scores, response_masks=response_masks, **options)
@@ -360,7 +377,7 @@ class PPOTrainer:
 
     def _minibatches(self, ro: Rollout, ptx: list[Any]) -> list[tuple[list[int], list[Any]]]:
         """Of all passes: rows with an action, and ptx rows; as many on every rank."""
-        B, live, size = len(ro), ro.mask.any(-1).tolist(), self.config.mini_batch_size
+        B, live, size = len(ro), ro.mask.any(-1).tolist(), self.config.minibatch
         n = int(self.ranks.max(torch.tensor(-(-B // size), device=self.device)))
         plan = []
         for _ in range(self.config.ppo_epochs):
@@ -463,12 +480,16 @@ class PPOTrainer:
             queries = [torch.tensor(x, dtype=torch.int64) for x in tokens]
         said = responses = self.generate(queries, **options)
         if texts:
-            said = [self.tokenizer.decode(r, skip_special_tokens=True) for r in responses]
+            alone, pairs = self.inputs.start is not None, zip(queries, responses)
+            said = [response_text(self.tokenizer, *pair, alone) for pair in pairs]
         try:
             scores = reward_fn(asked, said)
         except Exception as e:
             raise RuntimeError(f"reward_fn failed at step {self.step_count + 1}: {e}") from e
-        self.inputs(queries, responses, scores)  # while the batch can still be drawn again
+        try:
+            self.inputs(queries, responses, scores)  # while the batch can still be drawn again
+        except (TypeError, ValueError) as e:
+            raise type(e)(f"reward_fn must return scores for step: {e}") from None
         return queries, responses, scores
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -516,6 +537,24 @@ class PPOTrainer:
     def load_checkpoint(self, path: str | Path) -> None:
         """load_state_dict of a file that save_checkpoint wrote."""
         self.load_state_dict(self.ranks.together(checkpoint.read, Path(path)))
+
+
+def _stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
+    """The optimizer's parameters, which must be what the model trains, else nothing would learn."""
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.80}")
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    known, own = set(held), dict(model.named_parameters())
+    left_out = [name for name, p in own.items() if p.requires_grad and p not in known]
+    if left_out:
+        raise ValueError(
+            f"optimizer leaves out {len(left_out)} parameters that the model trains, such as "
+            f"{left_out[0]}: make it from model.parameters() when the model is complete (LoRA, "
+            "sharding), and set requires_grad=False on what shall stay as it is"
+        )
+    if foreign := len(known - set(own.values())):
+        raise ValueError(f"optimizer holds {foreign} parameters that are not the model's")
+    return held
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

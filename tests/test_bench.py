@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,22 @@ def test_too_large_is_skipped_with_the_size_and_the_rest_still_runs():
     assert (
         _run(Contestant("ours", lambda: _double), input_bytes=huge)["ours"]["status"] == "skipped"
     )
+
+
+def test_a_sample_lasts_as_long_as_it_should_though_the_first_calls_are_slow(monkeypatch):
+    now, calls = 0.0, 0
+
+    def slow_at_first(x):
+        nonlocal now, calls
+        calls += 1
+        now += 1e-3 if calls < 4 else 1e-4
+        return {}
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    watch = timing.Stopwatch(slow_at_first, [{}], None, CPU)
+    watch.warm_up()
+    assert watch.calls == pytest.approx(timing.SAMPLE_SECONDS / 1e-4, abs=1)
+    assert watch.cost == pytest.approx(timing.SAMPLE_SECONDS, rel=0.1)
 
 
 def test_an_in_place_contestant_gets_fresh_inputs_for_each_call():

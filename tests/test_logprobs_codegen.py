@@ -58,7 +58,7 @@ def launch_others() -> None:
 
 LAUNCHES[SAME_CODE] = launch_others
 # A program has 256 threads: four programs fit an SM (65536 registers) at 64 registers, two at 128.
-FORWARD_REGISTERS, BACKWARD_REGISTERS = 96, 128
+REGISTERS, REGISTERS_ALL = 64, 128
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,7 @@ def test_kernels(binaries: dict, name: str, arch: int) -> None:
     assert (forward.kernel, backward.kernel) == ("_logprobs_fwd_kernel", "_logprobs_bwd_kernel")
     for binary in (forward, backward):
         assert binary.local == 0, f"spills: {binary}"
-    assert forward.registers <= FORWARD_REGISTERS, forward
-    assert backward.registers <= BACKWARD_REGISTERS, backward
+        assert binary.registers <= (REGISTERS_ALL if name.endswith("all") else REGISTERS), binary
     V = int(name.split()[1])
     if V % 16 == 0:
         assert forward.loads.get(128), forward

@@ -1,5 +1,6 @@
 """Two processes on one global batch do what one process does. Item 37."""
 
+import os
 import sys
 import traceback
 from datetime import timedelta
@@ -12,6 +13,8 @@ import tolerances as tol
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from processes import run_ranks
+from torch import nn
 
 FIELDS = {"batch_size": 4, "mini_batch_size": 2, "ppo_epochs": 2, "shuffle": False}
 FIELDS |= {"use_score_scaling": True, "whiten_rewards": True, "ptx_coef": 0.5, "horizon": 100}
@@ -163,3 +166,58 @@ def test_37_38_ranks_have_their_own_prompts_and_seeds(ranks: list[dict[str, Any]
     assert sorted(prompts[0] + prompts[1]) == list(range(3, 19))
     a, b = ranks[0]["decisions"]["generators"]
     assert a != b and ranks[1]["decisions"]["generators"] == [a, b]
+
+
+class Own(nn.Module):
+    """A policy of the user's own, which returns logits and values through any wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = tiny.policy()
+        self.config = self.policy.config
+
+    def forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.policy(**inputs, return_logits=True)
+        return out.logits, out.values
+
+
+class DeepSpeedEngine(Own):
+    """Stands for DeepSpeed's, which is not installed here."""
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+
+
+def zero3(model: nn.Module) -> nn.Module:
+    next(model.parameters()).ds_id = 0
+    return model
+
+
+def wrapped_worker(rank: int, file: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=1)
+    ddp = nn.parallel.DistributedDataParallel
+    tiny.trainer(Own(), tiny.gpt2())
+    for wrap, said in (
+        (ddp, "got DistributedDataParallel"),
+        (lambda model: nn.Sequential(ddp(model)), "got DistributedDataParallel"),
+        (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+         "got FullyShardedDataParallel"),
+        (sharded, r"got \S+ as a DTensor \(fully_shard"),
+        (lambda _: DeepSpeedEngine(), "got DeepSpeedEngine"),
+        (zero3, r"got \S+ as a ZeRO-3 parameter"),
+    ):  # fmt: skip
+        for model in (Own, tiny.policy):
+            with pytest.raises(TypeError, match=f"^model must be unwrapped.*{said}.*itself"):
+                tiny.trainer(wrap(model()), tiny.gpt2())
+        with pytest.raises(TypeError, match=f"^ref_model must be unwrapped.*{said}"):
+            tiny.trainer(ref_model=wrap(tiny.gpt2()))
+    os._exit(0)  # gloo's threads may outlive the interpreter, which then calls terminate()
+
+
+def test_39_models_that_share_weights_or_gradients_are_refused(tmp_path: Path) -> None:
+    run_ranks(wrapped_worker, 1, tmp_path)

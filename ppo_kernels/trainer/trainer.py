@@ -32,6 +32,8 @@ PLAIN_SAMPLING = {
     **{"min_p": (None,), "typical_p": (1.0,), "repetition_penalty": (1.0,)},
     **{"no_repeat_ngram_size": (0,), "min_length": (0, -1, None), "min_new_tokens": (None, 0)},
 }
+# Wrappers by name, as DeepSpeed need not be there: their forward or backward waits for all ranks.
+SHARED = {"DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
 # Settings of ppo_loss, and attributes with a state of their own.
 LOSS = ("cliprange", "cliprange_high", "dual_clip", "cliprange_value", "vf_coef", "ent_coef")
 STATEFUL = ("optimizer", "lr_scheduler", "kl_ctl", "running")
@@ -40,7 +42,8 @@ STATEFUL = ("optimizer", "lr_scheduler", "kl_ctl", "running")
 class PPOTrainer:
     """PPO for a language model with a value head, or a (policy, value model) pair.
 
-    model: one of ppo_kernels.models, or any module whose forward returns (logits, .., values).
+    model: one of ppo_kernels.models, or any module whose forward returns (logits, .., values);
+    not wrapped or sharded, as the trainer sums gradients over ranks itself.
     ref_model: the reference policy, any LM. None: a peft model's adapter is switched off, any
     other policy is cloned and frozen. reference (peft): "base" for the model without adapter, or
     the name of a loaded adapter; needed where the adapter already does something, as the base
@@ -73,6 +76,7 @@ class PPOTrainer:
         for name, x in {"model": model, "ref_model": ref_model or model}.items():
             if not isinstance(x, nn.Module):
                 raise TypeError(f"{name} must be an nn.Module, got {type(x).__name__}")
+            _check_whole(name, x)
         self.config = cfg = dataclasses.replace(config)
         self.model, self.tokenizer, self.lr_scheduler = model, tokenizer, lr_scheduler
         first = next(model.parameters(), torch.empty(0))
@@ -537,6 +541,23 @@ class PPOTrainer:
     def load_checkpoint(self, path: str | Path) -> None:
         """load_state_dict of a file that save_checkpoint wrote."""
         self.load_state_dict(self.ranks.together(checkpoint.read, Path(path)))
+
+
+def _check_whole(name: str, model: nn.Module) -> None:
+    """TypeError unless each rank can run and step it alone: ranks differ in how many forwards they
+    make, and would wait for each other; what is summed here are gradients of whole weights."""
+    kinds = {cls.__name__ for m in model.modules() for cls in type(m).__mro__}
+    found = sorted(kinds & SHARED)
+    for weight, p in model.named_parameters():
+        if hasattr(p, "full_tensor") or hasattr(p, "ds_id"):
+            kind = "ZeRO-3 parameter" if hasattr(p, "ds_id") else "DTensor (fully_shard, tp_plan)"
+            found.append(f"{weight} as a {kind}")
+    if found:
+        raise TypeError(
+            f"{name} must be unwrapped, with whole weights on every rank, got {found[0]}: give the "
+            "model itself, as the trainer sums gradients over ranks; to train sharded weights, "
+            "call the ops in a loop of your own"
+        )
 
 
 def _stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:

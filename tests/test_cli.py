@@ -510,6 +510,7 @@ def test_bench_passes_its_flags_on(
 ) -> None:
     (tmp_path / "bench").mkdir()
     fake = "import sys\ndef main():\n    print('got', sys.argv[1:])\n    return 3\n"
+    (tmp_path / "bench" / "__init__.py").touch()
     (tmp_path / "bench" / "__main__.py").write_text(fake)
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "ppo_kernels" / "cli.py"))
     assert cli.main(["bench", "--op", "gae", "x"]) == 3

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ppo_kernels import __version__
-from ppo_kernels._errors import UserError
+from ppo_kernels._errors import Terminated, UserError
 
 # How to go on from what an interrupted command has saved.
 GO_ON = {"train": "--resume goes on from there", "demo": "the same command goes on from there"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command: 0, 1 for a UserError, 2 for wrong flags, 130 when it was interrupted."""
+    """Run one command: 0, 1 for a UserError, 2 for wrong flags, 130 or 143 by Ctrl-C or SIGTERM."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(argv)
     args, rest = parser.parse_known_args(argv)
@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as stop:
         saved = f": {stop}; {GO_ON[args.command]}" if str(stop) else ""
-        print(f"ppo-kernels {args.command}: interrupted{saved}", file=sys.stderr)
-        return 130
+        how, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"ppo-kernels {args.command}: {how}{saved}", file=sys.stderr)
+        return status
     except BrokenPipeError:
         # The reader (head, less) has gone: nothing to say, and nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,8 +65,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         "--steps N [..]",
         description="FUNCTION returns a number for (text), prompt and response together, or for "
         "(prompt, response); after these two it may name other fields of the prompt's line. "
-        "Ctrl-C saves the step that it interrupts. Behind each flag its default; 'none' switches "
-        "off what may be None.",
+        "Ctrl-C or SIGTERM saves the step that it interrupts. Behind each flag its default; 'none' "
+        "switches off what may be None.",
         allow_abbrev=False,
     )
     train.add_argument("--out", type=Path, default=Path("runs/train"), help="[runs/train]")

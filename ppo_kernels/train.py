@@ -8,7 +8,7 @@ response); after the two it may name other fields of the line, as in score(promp
 answer), or take all of them as **fields.
 
 --out gets config.yaml, metrics.jsonl, tensorboard events, checkpoint.pt and, at the end, model/.
-Ctrl-C saves the step that it interrupts; --resume goes on from there.
+Ctrl-C or SIGTERM saves the step that it interrupts; --resume goes on from there.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from ppo_kernels import models, train_settings
-from ppo_kernels._errors import UserError
+from ppo_kernels._errors import Terminated, UserError
 from ppo_kernels.train_settings import RunSettings
 from ppo_kernels.trainer import PPOConfig, PPOTrainer
 from ppo_kernels.trainer.inputs import InputChecker
@@ -311,24 +311,36 @@ def go_on(trainer: PPOTrainer, checkpoint: Path, changed: list[str]) -> None:
 
 
 class FirstInterrupt:
-    """Inside, the first Ctrl-C sets `asked` and no more; the second is a KeyboardInterrupt."""
+    """Inside, the first Ctrl-C or SIGTERM sets `asked` to its number and no more; a Ctrl-C after
+    it is a KeyboardInterrupt, a SIGTERM is nothing, for coreutils' `timeout` sends two."""
 
-    asked = False
+    asked = 0
 
     def __enter__(self) -> "FirstInterrupt":
-        self.before = signal.getsignal(signal.SIGINT)
-        if self.before is signal.default_int_handler:  # else it is ignored, or someone else's
-            signal.signal(signal.SIGINT, self._ask)
+        usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        # Others are ignored, or someone else's.
+        self.before = {s: default for s, default in usual.items() if signal.getsignal(s) == default}
+        self.process = os.getpid()
+        for number in self.before:
+            signal.signal(number, self._ask)
         return self
 
-    def _ask(self, *_: Any) -> None:
-        self.asked = True
-        signal.signal(signal.SIGINT, self.before)
+    def _ask(self, number: int, _: Any) -> None:
+        if number == signal.SIGTERM and os.getpid() != self.process:
+            # A worker that the reward function has forked: this is how pools end theirs.
+            signal.signal(number, self.before[number])
+            signal.raise_signal(number)
+        if self.asked:
+            return
+        self.asked = number
+        if signal.SIGINT in self.before:
+            signal.signal(signal.SIGINT, self.before[signal.SIGINT])
         # print would fail where the signal came in the middle of another print.
-        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+        os.write(2, b"\nstopping after this step; Ctrl-C from now on stops at once\n")
 
     def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGINT, self.before)
+        for number, default in self.before.items():
+            signal.signal(number, default)
 
 
 def run_steps(
@@ -343,8 +355,9 @@ def run_steps(
 ) -> None:
     """Train up to config.steps; every save_every steps, and at the last, write the checkpoint.
 
-    report(stats) shows a step, and returns what the log gets. Ctrl-C writes the checkpoint once
-    the step is complete; the KeyboardInterrupt that follows says what the checkpoint holds.
+    report(stats) shows a step, and returns what the log gets. Ctrl-C or SIGTERM writes the
+    checkpoint once the step is complete; the KeyboardInterrupt or Terminated that follows says
+    what the checkpoint holds.
     """
     saved = trainer.step_count
 
@@ -362,7 +375,8 @@ def run_steps(
         try:
             trainer.train(queries, reward, callbacks=[after_step], **sampling)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"{checkpoint} holds step {saved}" if saved else "") from None
+            kind = Terminated if stop.asked == signal.SIGTERM else KeyboardInterrupt
+            raise kind(f"{checkpoint} holds step {saved}" if saved else "") from None
         finally:
             log.close()
 

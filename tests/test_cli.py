@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import multiprocessing
 import re
 import shutil
 import signal
 import string
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -48,12 +50,12 @@ def nan(prompt, response):
 def none(prompt, response):
     return None
 
-def interrupts(prompt, response, times=1):
+def interrupts(prompt, response, times=1, number=signal.SIGINT):
     global calls
     calls += 1
     if calls == 10:
         for _ in range(times):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
     return length(prompt, response)
 
 def fails_later(prompt, response):
@@ -63,6 +65,9 @@ def fails_later(prompt, response):
 
 def twice(prompt, response):
     return interrupts(prompt, response, 2)
+
+def terminates(prompt, response):
+    return interrupts(prompt, response, 2, signal.SIGTERM)
 
 def sees(prompt, response, answer, other="default"):
     return (prompt, response, answer, other) == ("<|user|>  Aa", "bc", 3, "default")
@@ -122,10 +127,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _interrupts_arrive() -> Iterator[None]:
-    """A suite that was started in the background of a script inherits SIGINT as ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A suite that was started in the background of a script inherits SIGINT as ignored, and
+    bench has a handler of its own for SIGTERM."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -157,21 +165,27 @@ def metrics(out: str) -> list[dict]:
     return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("reward", "how", "status"),
+    [("interrupts", "interrupted", 130), ("terminates", "terminated", 143)],
+)
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    model_dir: Path, here: Path, capfd: pytest.CaptureFixture
+    model_dir: Path, here: Path, capfd: pytest.CaptureFixture, reward: str, how: str, status: int
 ) -> None:
-    """Ctrl-C comes while the third step's responses are scored; --resume needs no other flag."""
+    """Ctrl-C, or SIGTERM twice as by `timeout`, comes while the third step's responses are scored;
+    --resume needs no other flag."""
     assert cli.main(command(model_dir, "--steps", "4")) == 0
     four, start = weights("out/model"), weights(model_dir)
     assert any(not torch.equal(four[name], start[name]) for name in start)
 
-    stopped = command(model_dir, "--steps", "4", "--out", "two", reward="my_rewards:interrupts")
-    assert cli.main(stopped) == 130
+    stopped = command(model_dir, "--steps", "4", "--out", "two", reward=f"my_rewards:{reward}")
+    assert cli.main(stopped) == status
     err = capfd.readouterr().err
-    assert "Ctrl-C again stops at once" in err and "Traceback" not in err
-    assert "interrupted: two/checkpoint.pt holds step 3; --resume goes on from there" in err
+    assert "Ctrl-C from now on stops at once" in err and "Traceback" not in err
+    assert f"{how}: two/checkpoint.pt holds step 3; --resume goes on from there" in err
     assert not Path("two/model").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     assert cli.main(["train", "--out", "two", "--resume"]) == 0
     assert "resumed at step 3 of 4\n" in capfd.readouterr().out
@@ -180,6 +194,26 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         assert torch.equal(two[name], want), name
     assert [line["step"] for line in metrics("two")] == [1, 2, 3, 4]
     assert list(Path("two/tensorboard/train").glob("events.*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_someone_else_handles_stays_theirs(number: int) -> None:
+    got = []
+    signal.signal(number, theirs := lambda *_: got.append(1))
+    with train.FirstInterrupt() as stop:
+        signal.raise_signal(number)
+    assert got and not stop.asked and signal.getsignal(number) is theirs
+
+
+def test_a_worker_of_the_reward_function_can_be_terminated() -> None:
+    with train.FirstInterrupt() as stop:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        worker.terminate()
+        worker.join(10)
+    ended = worker.exitcode
+    worker.kill()
+    assert ended == -signal.SIGTERM and not stop.asked
 
 
 def test_the_second_interrupt_does_not_wait(model_dir: Path, here: Path, capfd) -> None:

@@ -6,7 +6,7 @@ A language model learns to write review snippets, a reward model learns from pai
 which one people rated higher, and PPO makes the language model write what the reward model likes.
 Each stage leaves a folder in `out` when it is complete and a later run goes on from there; the two
 PPO stages (the second without the KL term, to show what that is for) also go on from their last
-checkpoint, which Ctrl-C writes too.
+checkpoint, which Ctrl-C or SIGTERM writes too.
 """
 
 import copy

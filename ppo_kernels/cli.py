@@ -105,7 +105,9 @@ def _needs(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}; run `pip install 'ppo_kernels[{extra}]'`") from None
+        raise UserError(
+            f"{error}; run `pip install '.[{extra}]'` in the project's folder"
+        ) from None
 
 
 def _demo(args: argparse.Namespace, rest: list[str]) -> int:

@@ -33,6 +33,20 @@ from torch import Tensor, nn
 from ppo_kernels.ops.hidden import gathered
 from ppo_kernels.reference import upcast
 
+__all__ = [
+    "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithValueHead",
+    "LMHead",
+    "PolicyAndValue",
+    "ValueHead",
+    "ValueHeadOutput",
+    "hidden_states",
+    "lm_head",
+    "position_ids",
+    "sequence_scores",
+    "token_values",
+]
+
 # Families, by model_type, that tests/test_models.py compares with their own logits.
 _KNOWN = """
     bart bloom cohere cohere2 deepseek_v3 falcon gemma2 gemma3_text gpt2 gpt_neox granite
@@ -634,7 +648,7 @@ def _extra(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        hint = f"{error}; run `pip install 'ppo_kernels[train]'`"
+        hint = f"{error}; run `pip install '.[train]'` in the project's folder"
         raise ModuleNotFoundError(hint, name=error.name) from None
 
 

@@ -443,8 +443,8 @@ def test_help_explains_and_needs_no_extra(
 
     assert cli.main(["train", "--steps", "1"]) == 1
     err = capsys.readouterr().err
-    assert "run `pip install 'ppo_kernels[train]'`" in err and err.count("\n") == 1
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ppo_kernels\[train\]'"):
+    assert "run `pip install '.[train]'` in the project's folder" in err and err.count("\n") == 1
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[train\]'"):
         models.AutoModelForCausalLMWithValueHead.from_pretrained("name")
 
 

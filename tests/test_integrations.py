@@ -182,3 +182,20 @@ def test_torchrl() -> None:
     assert advantages.shape == tensors[0].shape
     close(advantages.squeeze(-1), load("torchrl.out.advantages"))
     close(returns.squeeze(-1), load("torchrl.out.returns"))
+
+
+def test_torchrl_next_values_of_another_network() -> None:
+    g = torch.Generator().manual_seed(0)
+    values, after, rewards = torch.randn(3, 2, 9, 1, generator=g, dtype=torch.float64)
+    done, terminated = torch.rand(2, 2, 9, 1, generator=g) < 0.3
+    done = done | terminated
+    gamma, lam, carry = 0.9, 0.8, torch.zeros(2, 1, dtype=torch.float64)
+    want = torch.zeros_like(values)
+    for t in reversed(range(9)):
+        delta = rewards[:, t] + gamma * after[:, t] * ~terminated[:, t] - values[:, t]
+        carry = want[:, t] = delta + gamma * lam * carry * ~done[:, t]
+    found = torchrl.vec_generalized_advantage_estimate(
+        gamma, lam, values, after, rewards, done, terminated
+    )
+    close(found[0], want)
+    close(found[1], want + values)

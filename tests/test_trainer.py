@@ -677,6 +677,8 @@ def test_28_ptx_joins_the_same_optimizer_step(form: str) -> None:
 def test_28_ptx_batches_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ValueError, match="ptx_batch"):
         tiny.trainer().step(*tiny.rows(4), ptx_batch=TEXTS)  # ptx_coef is 0
+    with pytest.raises(TypeError, match="train takes no ptx_batch: give it to step"):
+        tiny.trainer().train(TEXTS, len, steps=1, ptx_batch=TEXTS)
     with pytest.raises(TypeError, match=r"ptx_batch\[1\] must be a 1-D tensor of token ids"):
         tiny.trainer(ptx_coef=1.0).step(*tiny.rows(4), ptx_batch=[ids(3, 4), "text"])
     texts = {"input_ids": [ids(3, 4), ids(5, 6, 7)]}

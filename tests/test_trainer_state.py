@@ -293,3 +293,13 @@ def test_35_settings_that_the_saved_state_overrides_are_named(tmp_path: Path) ->
     with pytest.warns(UserWarning, match=r"learning_rate=0\.003, this trainer 0\.5") as caught:
         make(learning_rate=0.5).load_checkpoint(tmp_path / "ppo.pt")
     assert caught[0].filename == __file__
+
+
+def test_35_other_settings_are_named_and_hold(tmp_path: Path) -> None:
+    make().save_checkpoint(tmp_path / "ppo.pt")
+    trainer = make(vf_coef=0.7, kl_penalty="k3", steps=99)
+    with pytest.warns(UserWarning, match=r"had .*vf_coef=0\.1.* on with .*vf_coef=0\.7") as caught:
+        trainer.load_checkpoint(tmp_path / "ppo.pt")
+    assert len(caught) == 1 and "kl_penalty" in str(caught[0].message)
+    assert "steps" not in str(caught[0].message)
+    assert caught[0].filename == __file__ and trainer.config.vf_coef == 0.7

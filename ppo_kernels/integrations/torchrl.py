@@ -7,9 +7,11 @@ torchrl's `GAE` looks it up in the module where `GAE` is defined:
     theirs.vec_generalized_advantage_estimate = fused.vec_generalized_advantage_estimate
 """
 
+import torch
 from torch import Tensor
 
 from ppo_kernels.ops.gae import gae as _gae
+from ppo_kernels.reference import upcast
 
 __all__ = ["vec_generalized_advantage_estimate"]
 
@@ -28,25 +30,26 @@ def vec_generalized_advantage_estimate(
     """(advantages, value targets) of [.., T, F] tensors with time at `time_dim`.
 
     An episode ends after t where `done[t]`; it bootstraps from `next_state_value[t]` unless
-    `terminated[t]`. Inside an episode `next_state_value[t]` must be `state_value[t + 1]`, as it is
-    for one value network over a trajectory; it is read only at the ends. gamma and lmbda are
-    numbers for all tokens; as 0-d tensors they are read by the host.
+    `terminated[t]`. gamma and lmbda are numbers for all tokens; as 0-d tensors they are read by
+    the host.
     """
     terminated = done if terminated is None else terminated
 
     def rows(x: Tensor) -> Tensor:
         return x.movedim(time_dim, -1).flatten(0, -2)
 
-    values = rows(state_value)
+    values, after = rows(state_value), rows(next_state_value)
     term = rows(terminated).bool()
     cut = rows(done).bool() & ~term
     cut[:, -1:] = ~term[:, -1:]
+    # The op takes the value after t from t + 1: what another network says beyond that is a reward.
+    beyond = torch.where(term | cut, 0, upcast(after) - upcast(values).roll(-1, -1))
     out = _gae(
-        rows(reward),
+        upcast(rows(reward)) + float(gamma) * beyond,
         values,
         gamma=float(gamma),
         lam=float(lmbda),
-        bootstrap=rows(next_state_value),
+        bootstrap=after,
         terminated=term,
         truncated=cut,
     )

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+# Settings that live on in the optimizer and the KL controller, not in the config.
+LIVE = ("learning_rate", "value_learning_rate", "init_kl_coef", "adap_kl_ctrl")
+
 
 def write(state: dict[str, Any], path: Path) -> None:
     """torch.save, but what was at `path` stays until the new file is complete."""
@@ -54,12 +57,15 @@ def check(state: dict[str, Any], own: dict[str, Any]) -> None:
         raise ValueError(f"ref_model or frozen weights are not those of the saved run: {remedy}")
     if (state["lr_scheduler"] is None) != (own["lr_scheduler"] is None):
         raise ValueError("lr_scheduler must be given exactly if the saved run had one")
-    # These live on in the optimizer and the KL controller, not in the config.
-    for name in ("learning_rate", "value_learning_rate", "init_kl_coef", "adap_kl_ctrl"):
+    for name in LIVE:
         was, now = state["config"][name], own["config"][name]
         if was != now:
             said = f"the saved run had {name}={was}, this trainer {now}: the saved state goes on"
             warnings.warn(said, stacklevel=5)
+    was, now = ({**s["config"], **dict.fromkeys(LIVE, None), "steps": None} for s in (state, own))
+    if changed := [n for n in now if was.get(n) != now[n]]:
+        was, now = (", ".join(f"{n}={c.get(n)}" for n in changed) for c in (was, now))
+        warnings.warn(f"the saved run had {was}: this trainer goes on with {now}", stacklevel=5)
 
 
 def frozen_sum(model: nn.Module, ref_model: nn.Module | None) -> float:

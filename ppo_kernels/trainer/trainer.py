@@ -453,6 +453,8 @@ class PPOTrainer:
         """
         if steps is None and self.config.steps is None:
             raise ValueError("steps must be given here or in PPOConfig, got None twice")
+        if "ptx_batch" in gen_kwargs:
+            raise TypeError("train takes no ptx_batch: give it to step, or to update, in your loop")
         steps = max(self.config.steps - self.step_count, 0) if steps is None else steps
         if type(steps) is not int:
             raise TypeError(f"steps must be an integer, got {steps!r}")

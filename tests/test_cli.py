@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,10 +206,18 @@ def test_a_signal_that_someone_else_handles_stays_theirs(number: int) -> None:
     assert got and not stop.asked and signal.getsignal(number) is theirs
 
 
+def _sleep(started: Any) -> None:
+    started.set()
+    time.sleep(60)
+
+
 def test_a_worker_of_the_reward_function_can_be_terminated() -> None:
+    fork = multiprocessing.get_context("fork")
     with train.FirstInterrupt() as stop:
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        started = fork.Event()
+        worker = fork.Process(target=_sleep, args=(started,))
         worker.start()
+        assert started.wait(10)  # Python drops what comes while a process forks
         worker.terminate()
         worker.join(10)
     ended = worker.exitcode

@@ -58,10 +58,17 @@ const double* read(const Column& column, int64_t at, int64_t n, double* buffer) 
   return buffer;
 }
 
+// Whether the mask has any of the n tokens from `at`; weight: the same, as read.
 template <class Real>
-bool any(const Real* weight, int64_t size) {
+bool any(const Column& mask, int64_t at, int64_t n, const Real* weight) {
+  if (mask.boolean) {
+    const auto bytes = static_cast<const uint8_t*>(mask.data) + at;
+    uint8_t seen = 0;
+    for (int64_t j = 0; j < n; ++j) seen |= bytes[j];
+    return seen;
+  }
   int seen = 0;
-  for (int64_t j = 0; j < size; ++j) seen |= weight[j] != 0;
+  for (int64_t j = 0; j < n; ++j) seen |= weight[j] != 0;
   return seen;
 }
 
@@ -126,7 +133,7 @@ void block(const LossOptions& o, const LossInputs& in, const LossScale& scale,
       for (int64_t j = 0; j < t.size; ++j) weight[j] = j < n;
       t.weight = weight;
     }
-    if (!any(t.weight, t.size)) {
+    if (!any(in.mask, at, n, t.weight)) {
       zeros<Real>(grads.logp, at, n);
       zeros<Real>(grads.values, at, n);
       zeros<Real>(grads.entropy, at, n);

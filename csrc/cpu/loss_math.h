@@ -9,7 +9,7 @@ namespace ppo {
 namespace PPO_ISA {
 namespace {
 
-constexpr int64_t TILE = 512;
+constexpr int64_t TILE = 256;
 // exp() arguments are clamped to this, as in reference.py.
 constexpr int LOG_RATIO_CLAMP = 20;
 
@@ -35,7 +35,7 @@ struct LossHas {
 // this short end before the hardware sees a pattern.
 template <class Real>
 PPO_INLINE Vec<Real> fetch(const Real* p) {
-  __builtin_prefetch(p + TILE, 0, 2);
+  __builtin_prefetch(p + TILE);
   return load(p);
 }
 

@@ -116,6 +116,8 @@ def _demo(args: argparse.Namespace, rest: list[str]) -> int:
 
         worked_example.main()
         return 0
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("it runs in one process, without torchrun")
     with _needs("demo"):
         from ppo_kernels.demo import sentiment, settings
     import torch

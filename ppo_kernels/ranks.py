@@ -12,6 +12,10 @@ from torch import Tensor
 BUCKET_ELEMENTS = 1 << 25
 
 
+class RankFailed(RuntimeError):
+    """Where nothing is wrong itself: what every other rank gets when one fails."""
+
+
 class Ranks:
     """Sums, maxima and gradients over the ranks of `group`; every rank must make the same calls.
 
@@ -61,7 +65,7 @@ class Ranks:
         if error is not None:
             raise error
         if failed:
-            raise RuntimeError("another rank failed before this step; its own error says why")
+            raise RankFailed("another rank failed before this step; its own error says why")
         return result
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:

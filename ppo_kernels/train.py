@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from ppo_kernels import models, train_settings
 from ppo_kernels._errors import Terminated, UserError
+from ppo_kernels.ranks import RankFailed
 from ppo_kernels.train_settings import RunSettings
 from ppo_kernels.trainer import PPOConfig, PPOTrainer
 from ppo_kernels.trainer.inputs import InputChecker
@@ -202,7 +203,10 @@ class Reward:
         except (TypeError, ValueError):
             finite = False
         if not finite:
-            raise RewardError(f"the reward function returned {score!r}, no number, on {where}")
+            raise RewardError(
+                f"the reward function returned {score!r} on {where}, not a number: it is asked "
+                "about one response at a time"
+            )
         return number
 
 
@@ -304,7 +308,8 @@ def go_on(trainer: PPOTrainer, checkpoint: Path, changed: list[str]) -> None:
     done, steps = trainer.step_count, trainer.config.steps
     if steps < done:
         raise UserError(f"--steps {steps}: the run has already made {done} steps")
-    print(", ".join([f"resumed at step {done} of {steps}", *changed]), flush=True)
+    if trainer.ranks.rank == 0:
+        print(", ".join([f"resumed at step {done} of {steps}", *changed]), flush=True)
 
 
 # ----------------------------------------------------------------------------------- training
@@ -347,7 +352,7 @@ def run_steps(
     trainer: PPOTrainer,
     queries: list[Tensor],
     reward: Callable[[list[Tensor], list[Tensor]], Any],
-    log: MetricsLog,
+    log: MetricsLog | None,
     checkpoint: Path,
     save_every: int,
     report: Callable[[dict[str, float]], dict[str, Any]],
@@ -355,40 +360,46 @@ def run_steps(
 ) -> None:
     """Train up to config.steps; every save_every steps, and at the last, write the checkpoint.
 
-    report(stats) shows a step, and returns what the log gets. Ctrl-C or SIGTERM writes the
-    checkpoint once the step is complete; the KeyboardInterrupt or Terminated that follows says
-    what the checkpoint holds.
+    report(stats) shows a step, and returns what the log gets, which is rank 0's alone. Ctrl-C or
+    SIGTERM on any rank writes the checkpoint once the step is complete; the KeyboardInterrupt or
+    Terminated that follows on all ranks says what the checkpoint holds.
     """
-    saved = trainer.step_count
+    saved, asked = trainer.step_count, 0
 
     def after_step(trainer: PPOTrainer, stats: dict[str, float]) -> None:
-        nonlocal saved
-        step = trainer.step_count
-        log.add(step, report(stats))
-        if stop.asked or step % save_every == 0 or step == trainer.config.steps:
+        nonlocal saved, asked
+        step, numbers = trainer.step_count, report(stats)
+        if log is not None:
+            log.add(step, numbers)
+        asked = int(trainer.ranks.max(torch.tensor(int(stop.asked), device=trainer.device)))
+        if asked or step % save_every == 0 or step == trainer.config.steps:
             trainer.save_checkpoint(checkpoint)
             saved = step
-        if stop.asked:
+        if asked:
             raise KeyboardInterrupt
 
     with FirstInterrupt() as stop:
         try:
             trainer.train(queries, reward, callbacks=[after_step], **sampling)
         except KeyboardInterrupt:
-            kind = Terminated if stop.asked == signal.SIGTERM else KeyboardInterrupt
+            terminated = signal.SIGTERM in (asked, stop.asked)
+            kind = Terminated if terminated else KeyboardInterrupt
             raise kind(f"{checkpoint} holds step {saved}" if saved else "") from None
         finally:
-            log.close()
+            if log is not None:
+                log.close()
 
 
 def train(
     trainer: PPOTrainer, queries: list[Tensor], reward: Reward, out: Path, run: RunSettings
 ) -> None:
     """The loop with a bar; out/model at the end. A reward that fails costs no finished step."""
-    total, done = trainer.config.steps, trainer.step_count
+    total, done, first = trainer.config.steps, trainer.step_count, trainer.ranks.rank == 0
     # In a file every update is a line of its own.
     seconds = 0.1 if sys.stderr.isatty() else 10
-    with tqdm(total=total, initial=done, unit="step", mininterval=seconds) as bar:
+    with tqdm(
+        total=total, initial=done, unit="step", mininterval=seconds, disable=not first
+    ) as bar:
 
         def report(stats: dict[str, float]) -> dict[str, float]:
             mean, kl = stats["env/reward_mean"], stats["objective/kl"]
@@ -396,13 +407,14 @@ def train(
             bar.update()
             return stats
 
-        log, checkpoint = MetricsLog(out, "train", done), out / "checkpoint.pt"
+        log = MetricsLog(out, "train", done) if first else None
+        checkpoint = out / "checkpoint.pt"
         options = {"max_new_tokens": run.max_new_tokens}
         try:
             run_steps(trainer, queries, reward, log, checkpoint, run.save_every, report, **options)
         except RuntimeError as error:
-            failure = error.__cause__
-            if not isinstance(failure, RewardError):
+            failure = error if isinstance(error, RankFailed) else error.__cause__
+            if not isinstance(failure, (RewardError, RankFailed)):
                 raise
             saved, step = "", trainer.step_count
             if step:  # the weights are still those of the last step
@@ -410,17 +422,19 @@ def train(
                 saved = f"; {checkpoint} holds step {step}, --resume goes on with other prompts"
             raise UserError(f"{failure}{saved}") from failure.__cause__
     trainer.save_pretrained(out / "model")
-    trainer.tokenizer.save_pretrained(out / "model")
+    if first:
+        trainer.tokenizer.save_pretrained(out / "model")
 
 
 def run(out: Path, file: Path | None, resume: bool, flags: dict[str, Any]) -> None:
     """The command. Everything that can be wrong is read and checked before the model is loaded."""
     settings, config, changed = read_settings(out, file, resume, flags)
     prompts = read_prompts(Path(settings.prompts))
-    if len(prompts) < config.batch_size:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if len(prompts) < config.batch_size * ranks:
         raise UserError(
-            f"--prompts {settings.prompts}: {len(prompts)} prompts, fewer than batch_size = "
-            f"{config.batch_size}"
+            f"--prompts {settings.prompts}: {len(prompts)} prompts, fewer than --batch-size "
+            f"{config.batch_size}" + f" on each of {ranks} ranks" * (ranks > 1)
         )
     model_config, tokenizer = read_model(settings.model)
     function = RewardFunction(settings.reward, model_config.is_encoder_decoder)
@@ -430,9 +444,10 @@ def run(out: Path, file: Path | None, resume: bool, flags: dict[str, Any]) -> No
     trainer = make_trainer(settings.model, config, model_config.is_encoder_decoder, tokenizer)
     if resume:
         go_on(trainer, out / "checkpoint.pt", changed)
-    out.mkdir(parents=True, exist_ok=True)
-    fields = dataclasses.asdict(settings) | dataclasses.asdict(config)
-    known = {name: value for name, value in fields.items() if name in train_settings.FIELDS}
-    (out / "config.yaml").write_text(yaml.safe_dump(known, sort_keys=False))
+    if trainer.ranks.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        fields = dataclasses.asdict(settings) | dataclasses.asdict(config)
+        known = {name: value for name, value in fields.items() if name in train_settings.FIELDS}
+        (out / "config.yaml").write_text(yaml.safe_dump(known, sort_keys=False))
     reward = Reward(function, tokenizer, dict(zip(map(id, queries), prompts)))
     train(trainer, queries, reward, out, settings)

@@ -12,13 +12,16 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
+from processes import run_ranks
 
 import ppo_kernels
 from ppo_kernels import cli, models, train, train_settings
@@ -31,6 +34,8 @@ from ppo_kernels.trainer.rollout import response_text
 
 REWARDS = """
 import signal
+
+import torch.distributed as dist
 
 calls = 0
 
@@ -69,6 +74,12 @@ def twice(prompt, response):
 
 def terminates(prompt, response):
     return interrupts(prompt, response, 2, signal.SIGTERM)
+
+def terminates_rank_1(prompt, response):
+    return (terminates if dist.get_rank() == 1 else length)(prompt, response)
+
+def fails_on_rank_1(prompt, response):
+    return (fails_later if dist.get_rank() == 1 else length)(prompt, response)
 
 def sees(prompt, response, answer, other="default"):
     return (prompt, response, answer, other) == ("<|user|>  Aa", "bc", 3, "default")
@@ -195,6 +206,37 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         assert torch.equal(two[name], want), name
     assert [line["step"] for line in metrics("two")] == [1, 2, 3, 4]
     assert list(Path("two/tensorboard/train").glob("events.*"))
+
+
+def _two_ranks(model_dir: Path, rank: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    small = ["--steps", "5", "--batch-size", "2"]
+    assert cli.main(command(model_dir, *small, "--out", "one")) == 0
+
+    failing = command(model_dir, *small, "--out", "failed", reward="my_rewards:fails_on_rank_1")
+    assert cli.main(failing) == 1  # in rank 1's sixth call
+
+    stopped = command(model_dir, *small, "--out", "two", reward="my_rewards:terminates_rank_1")
+    assert cli.main(stopped) == 143  # rank 1 has counted on
+    assert cli.main(["train", "--out", "two", "--resume"]) == 0
+    dist.destroy_process_group()
+
+
+def test_two_ranks_write_one_run_and_stop_at_one_step(
+    model_dir: Path, here: Path, capfd: pytest.CaptureFixture
+) -> None:
+    run_ranks(partial(_two_ranks, model_dir), 2, here)
+    said = capfd.readouterr()
+    for name, want in weights("one/model").items():
+        assert torch.equal(weights("two/model")[name], want), name
+    for out in ("one", "two"):
+        assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5]
+    assert len(list(Path("one/tensorboard/train").glob("events.*"))) == 1
+    assert said.out.count("resumed at step 2 of 5") == 1
+    assert said.err.count("terminated: two/checkpoint.pt holds step 2") == 2
+    for why in ("the reward function raised on row 1", "another rank failed"):
+        assert re.search(f"{why}.*; failed/checkpoint.pt holds step 2", said.err), said.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -341,8 +383,8 @@ def test_rewards_get_the_prompt_as_it_is_in_the_file_and_fields_of_its_line(here
     ("reward", "message"),
     [
         ("my_rewards:fails", r"the reward function raised on row \d .*line 5.*no good"),
-        ("my_rewards:nan", r"the reward function returned nan, no number, on row 0"),
-        ("my_rewards:none", r"the reward function returned None, no number, on row 0"),
+        ("my_rewards:nan", r"the reward function returned nan on row 0"),
+        ("my_rewards:none", r"the reward function returned None on row 0"),
         ("my_rewards:three", r"missing a required argument: 'answer' on line 1 of the prompts"),
         ("my_rewards:zero", r"too many positional arguments on line 1"),
         ("os:sep", r"'sep' is no function but '/'"),
@@ -392,7 +434,7 @@ def test_nothing_is_written_before_the_input_is_checked(
     shutil.copytree(model_dir, "notokens", ignore=shutil.ignore_patterns("token*", "special*"))
     for more, message in (
         (["--steps", "1", "--clip-range", "1"], "clip-range 1; here it is --cliprange"),
-        (["--steps", "1", "--batch-size", "5"], "4 prompts, fewer than batch_size = 5"),
+        (["--steps", "1", "--batch-size", "5"], "4 prompts, fewer than --batch-size 5"),
         (["--steps", "1", "--prompts", "absent.jsonl"], "absent.jsonl"),
         (["--steps", "1", "--model", "./absent"], "--model ./absent: there is no such folder"),
         (["--steps", "1", "--batchsize", "4"], "did you mean --batch-size?"),
@@ -531,6 +573,14 @@ def test_worked_example_and_info(capsys: pytest.CaptureFixture) -> None:
     assert "total reward 2.995112" in capsys.readouterr().out
     assert cli.main(["info"]) == 0
     assert f"torch {torch.__version__}" in capsys.readouterr().out
+
+
+def test_demo_is_no_job_for_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["demo", "sentiment"]) == 1
+    assert "it runs in one process, without torchrun" in capsys.readouterr().err
 
 
 def test_demo_out_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -147,7 +147,7 @@ def test_26_27_37_ranks_decide_alike(ranks: list[dict[str, Any]]) -> None:
 def test_37_bad_input_on_one_rank_raises_on_all(ranks: list[dict[str, Any]]) -> None:
     told, named = (rank["decisions"]["error"] for rank in ranks)
     assert named.startswith("ValueError: scores[0] must be a finite number")
-    assert told.startswith("RuntimeError: another rank failed")
+    assert told.startswith("RankFailed: another rank failed")
 
 
 def test_37_what_fails_on_one_rank_raises_on_all(ranks: list[dict[str, Any]]) -> None:
@@ -158,7 +158,7 @@ def test_37_what_fails_on_one_rank_raises_on_all(ranks: list[dict[str, Any]]) ->
         ("state", 1, "ValueError: this is no state of PPOTrainer"),
     ):
         assert ranks[failing]["decisions"][name].startswith(error)
-        assert ranks[1 - failing]["decisions"][name].startswith("RuntimeError: another rank failed")
+        assert ranks[1 - failing]["decisions"][name].startswith("RankFailed: another rank failed")
 
 
 def test_37_38_ranks_have_their_own_prompts_and_seeds(ranks: list[dict[str, Any]]) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 import yaml
+from accelerate import PartialState
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -288,7 +289,7 @@ def make_trainer(name: str, config: PPOConfig, is_seq2seq: bool, tokenizer: Any)
     torch.manual_seed(config.seed)  # a value head that is not in the files starts at random
     try:
         model = cls.from_pretrained(name, dtype=torch.float32)
-        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        model = model.to(PartialState().device)  # under torchrun a GPU of its own
         return PPOTrainer(config, model, tokenizer=tokenizer)
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise UserError(f"--model {name}: {error}") from None
@@ -301,7 +302,7 @@ def go_on(trainer: PPOTrainer, checkpoint: Path, changed: list[str]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the saved run had")  # seen to below
             trainer.load_checkpoint(checkpoint)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RankFailed) as error:
         raise UserError(f"--resume {checkpoint}: {error}") from None
     for group, rate in zip(trainer.optimizer.param_groups, rates):
         group["lr"] = rate

@@ -83,7 +83,7 @@ struct Terms {
     const auto normalizer = static_cast<const double*>(stack.column().data);
     auto denominator = stack.take<std::optional<double>>();
     if (normalizer) denominator = *normalizer;
-    const auto cu = stack.take<Maybe>();
+    cu_ = stack.take<Maybe>();
     const double inf = std::numeric_limits<double>::infinity();
     options.policy = policy_of(stack.take<std::string>());
     options.low = 1 - stack.take<double>();
@@ -96,7 +96,7 @@ struct Terms {
     options.kl = kl_of(stack.take<std::string>());
     options.kl_old_coef = stack.take<double>();
     options.is_cap = stack.take<double>();
-    count(stack.take<std::string>(), denominator, old, cu);
+    count(stack.take<std::string>(), denominator);
   }
 
  private:
@@ -111,22 +111,23 @@ struct Terms {
   }
 
   // The first pass, over the mask alone: no token's c is known before all of it is read.
-  void count(const std::string& reduction, std::optional<double> denominator, const Tensor& tokens,
-             const Maybe& cu) {
+  void count(const std::string& reduction, std::optional<double> denominator) {
     static const auto weight_sum = PPO_PICK(weight_sum);
     scale = {};
     if (reduction == "token-mean" || reduction == "sum") {
-      total_weight = weight_sum(in.mask, 0, tokens.numel());
+      total_weight = weight_sum(in.mask, 0, old.numel());
       scale.scale = inverse(denominator.value_or(total_weight));
       return;
     }
-    scale.cu = cu ? cu->const_data_ptr<int32_t>() : nullptr;
-    scale.row = cu ? 0 : tokens.size(1);
-    scale.sequences = cu ? cu->numel() - 1 : tokens.size(0);
+    const bool packed = cu_.has_value();
+    if (packed) boundaries();
+    scale.row = packed ? 0 : old.size(1);
+    scale.sequences = packed ? cu_->numel() - 1 : old.size(0);
     int64_t live = 0;
     for (int64_t s = 0; s < scale.sequences; ++s) {
-      const int64_t begin = cu ? scale.cu[s] : s * scale.row;
-      const double weight = weight_sum(in.mask, begin, cu ? scale.cu[s + 1] : begin + scale.row);
+      const int64_t begin = packed ? scale.cu[s] : s * scale.row;
+      const int64_t end = packed ? scale.cu[s + 1] : begin + scale.row;
+      const double weight = weight_sum(in.mask, begin, end);
       total_weight += weight;
       live += weight > 0;
       sequence_scale_.push_back(inverse(weight));
@@ -135,6 +136,17 @@ struct Terms {
     if (reduction == "seq-mean-token-mean") scale.sequence_scale = sequence_scale_.data();
   }
 
+  // scale.cu, which a compiled graph hands over as it came: nothing beyond the tokens is read.
+  void boundaries() {
+    if (!cu_->is_contiguous()) cu_ = torch::stable::contiguous(*cu_);
+    const int32_t* cu = scale.cu = cu_->const_data_ptr<int32_t>();
+    const int64_t last = cu_->numel() - 1, n = old.numel();
+    bool sound = last >= 0 && cu[0] == 0 && cu[last] == n;
+    for (int64_t s = 0; s < last; ++s) sound = sound && cu[s] <= cu[s + 1];
+    STD_TORCH_CHECK(sound, "cu_seqlens must run from 0 to ", n, " and not decrease");
+  }
+
+  Maybe cu_;
   std::vector<double> sequence_scale_;
 };
 

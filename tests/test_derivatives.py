@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import ppo_kernels as pk
 
@@ -35,21 +36,29 @@ def fresh() -> Tensor:
 @pytest.mark.parametrize("name", OPS)
 def test_a_second_derivative_raises_instead_of_being_zero(name: str) -> None:
     x = fresh()
-    (g,) = torch.autograd.grad(OPS[name](x).sum(), x, create_graph=True)
-    (first,) = torch.autograd.grad(OPS[name](x).sum(), x)
-    assert torch.equal(g, first)
+    loss = OPS[name](x).sum() + x.pow(3).sum()  # of which the second derivative is not 0
     with pytest.raises(RuntimeError, match="second time"):
-        g.pow(2).sum().backward()
+        torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.functional.hvp(lambda y: OPS[name](y).sum(), x.detach(), x.detach())
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_gradient_penalty_elsewhere_in_the_graph_is_not_disturbed(name: str) -> None:
-    """create_graph=True for other terms: only a path through the op's gradient raises."""
     x = fresh()
-    loss = OPS[name](x).sum() + x.pow(3).sum()
-    torch.autograd.grad(loss, x, create_graph=True)
-    loss.backward()
-    assert x.grad.isfinite().all()
+    (slope,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    (OPS[name](x).sum() + slope.pow(2).sum()).backward()
+    (alone,) = torch.autograd.grad(OPS[name](x).sum(), x)
+    torch.testing.assert_close(x.grad, alone + 36 * x.detach() ** 3)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_forward_mode_is_refused(name: str) -> None:
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(fresh().detach(), torch.ones(4, 5, dtype=torch.float64))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            OPS[name](x)
+        OPS[name](fresh())  # without a tangent
 
 
 @pytest.mark.parametrize("name", OPS)

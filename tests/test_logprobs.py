@@ -574,12 +574,18 @@ def test_no_gradient_is_asked_for(backend: Backend) -> None:
 def test_second_order_raises() -> None:
     x = torch.randn(2, 5, requires_grad=True)
     logp = pk.logprobs_from_logits(x, torch.tensor([0, 1]))
-    (grad,) = torch.autograd.grad((logp**2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable a second time"):
-        grad.sum().backward()
+        torch.autograd.grad((logp**2).sum(), x, create_graph=True)
 
 
 # ---------------------------------------------------------------------------------- in place
+
+
+@pytest.mark.parametrize("steps", [(0, 1), (1, 1), (39, 1)])
+def test_inplace_backward_refuses_rows_that_share_memory(steps: tuple[int, int]) -> None:
+    x = (torch.randn(200, requires_grad=True) * 1).as_strided((3, 40), steps)
+    with pytest.raises(ValueError, match="rows do not share memory"):
+        pk.logprobs_from_logits(x, torch.zeros(3, dtype=torch.int64), inplace_backward=True)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -195,6 +195,7 @@ def test_stats_have_names_and_copies() -> None:
     assert stats.n == stats["n"] == B * T and list(stats.as_dict()) == list(reference.STAT_NAMES)
     for other in (copy.copy(stats), copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
         assert torch.equal(other.tensor, stats.tensor)
+    assert "clipfrac" in stats and "nothing" not in stats
     with pytest.raises(AttributeError, match="clipfrac"):
         _ = stats.nothing
     with pytest.raises(KeyError, match="clipfrac"):
@@ -235,6 +236,8 @@ def test_opcheck_and_compile() -> None:
         ({"dual_clip": 1.0}, "dual_clip must be"),
         ({"kl_coef": 0.1}, "needs ref_logprobs"),
         ({"ent_coef": 0.1}, "needs entropy"),
+        ({"ent_coef": float("nan")}, "ent_coef must be a finite number"),
+        ({"reduction": torch.ones(2)}, "reduction must be one of"),
         ({"values": torch.zeros(2, 3)}, "needs returns, old_values"),
         ({"mask": torch.ones(2, 2)}, "mask must have shape"),
         ({"normalizer": 0}, "normalizer must be"),
@@ -245,6 +248,13 @@ def test_bad_input(options: dict, message: str) -> None:
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=message):
         pk.ppo_loss(x, x, x, **options)
+
+
+def test_a_tensor_is_no_coefficient() -> None:
+    x = torch.zeros(2, 3)
+    for name in ("ent_coef", "kl_coef"):
+        with pytest.raises(TypeError, match=f"{name} must be a number, got Tensor"):
+            pk.ppo_loss(x, x, x, **{name: torch.ones(2)})
 
 
 def logits_case(dtype: torch.dtype, V: int = 60) -> tuple[Tensor, Tensor, dict]:

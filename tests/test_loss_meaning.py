@@ -193,6 +193,29 @@ def test_padding_packing_and_order_of_rows_change_nothing(reduction: str) -> Non
     close(got, [want[0], want[1], *(g[order] for g in want[2:])], tol.REORDERED)
 
 
+def test_cu_seqlens_may_be_a_column_of_a_table() -> None:
+    cu = torch.tensor([0, 3, 7, 12], dtype=torch.int32)
+    column = torch.stack([cu, cu + 2_000_000_000], -1)[:, 0]
+    x, options = tokens(12), {"reduction": "seq-mean-token-mean", "vf_coef": 0.3}
+    close(run(x, cu_seqlens=column, **options), run(x, cu_seqlens=cu, **options), EXACT)
+
+
+@pytest.mark.parametrize("last", [2_000_000_000, 11, -1])
+def test_a_compiled_graph_reads_nothing_behind_the_tokens(last: int) -> None:
+    if not _native.ensure():
+        return
+    x = tokens(12)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(cu: Tensor) -> Tensor:
+        return pk.ppo_loss(**x, cu_seqlens=cu, reduction="seq-mean-token-sum").loss
+
+    sound = torch.tensor([0, 3, 12], dtype=torch.int32)
+    assert loss(sound).isfinite()
+    with pytest.raises(RuntimeError, match="cu_seqlens must run from 0 to 12 and not decrease"):
+        loss(torch.tensor([0, 3, last], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, FP64])
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 511, 513, 4095, 4097, 8200])
 def test_what_lies_behind_the_last_token_is_not_read(n: int, dtype: torch.dtype) -> None:

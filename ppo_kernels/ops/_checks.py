@@ -86,7 +86,7 @@ def group(name: str, x: Any) -> None:
 
 
 def choice(name: str, x: Any, options: tuple[str, ...]) -> str:
-    if x not in options:
+    if not isinstance(x, str) or x not in options:
         raise ValueError(f"{name} must be one of {', '.join(options)}; got {x!r}")
     return x
 

@@ -7,24 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward whose results raise when they are differentiated again (create_graph=True).
+    """A backward that raises where its results would be differentiated again (create_graph=True).
 
-    torch's once_differentiable looks at the incoming gradient alone: below a plain sum, which is a
-    constant, it lets second derivatives of 0 through.
+    torch's once_differentiable raises in the second differentiation, but only if that visits every
+    node: asked for certain inputs, as by autograd.grad or functional.hvp, it takes the op's part
+    for 0.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        message = "ppo_kernels: the gradient of an op is not differentiable a second time"
-        fail = torch._C._functions.DelayedError(message.encode(), 1)
-        return tuple(None if g is None else fail(g.detach().requires_grad_()) for g in found)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the gradient of a ppo_kernels op is not differentiable a second time: leave the "
+                "op out of what is differentiated with create_graph=True"
+            )
+        return backward(ctx, *grads)
 
     return run
 
@@ -48,8 +49,8 @@ class _WithGradients(torch.autograd.Function):
         if ctx.once and not compiling:
             if ctx.consumed:
                 raise RuntimeError(
-                    "the first backward has handed out the gradient in the place of the logits; "
-                    "a second one needs inplace_backward=False"
+                    "the gradient in the place of the logits is handed out once, by the first "
+                    "backward; a second one needs inplace_backward=False"
                 )
             ctx.consumed = True
         gradients = ctx.saved_tensors  # of any dtype: autograd hands them on in that of the input
@@ -92,9 +93,18 @@ def refuse_transforms() -> None:
         )
 
 
+def _refuse_tangents(*inputs: Tensor | None) -> None:
+    """Raise in forward mode, whose tangents a loss that needs no gradient would drop."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise RuntimeError("ppo_kernels has no rules for forward-mode differentiation")
+
+
 def needs(*inputs: Tensor | None) -> list[bool]:
     """Which inputs want a gradient from the call at hand."""
     refuse_transforms()
+    _refuse_tangents(*inputs)
     return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
 
 

@@ -309,12 +309,18 @@ def _check(logits: Tensor, labels: Tensor, ignore_index: int, inplace: bool) -> 
     _checks.same_device("labels", labels, logits.device, "logits")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an integer, got {type(ignore_index).__name__}")
-    if (
-        inplace
-        and not logits.is_contiguous()
-        and any(n > 1 and s == 0 for n, s in zip(logits.shape, logits.stride()))
-    ):
+    if inplace and not logits.is_contiguous() and _overlaps(logits):
         raise ValueError("inplace_backward needs logits whose rows do not share memory (expand)")
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements may share memory: some step is no longer than what the smaller ones span."""
+    span = 1
+    for stride, n in sorted((s, n) for s, n in zip(x.stride(), x.shape) if n > 1):
+        if stride < span:
+            return True
+        span += stride * (n - 1)
+    return False
 
 
 def _as_rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

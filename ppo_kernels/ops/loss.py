@@ -121,6 +121,9 @@ class LossStats:
             raise KeyError(f"no statistic {name!r}; there are {', '.join(self.names)}")
         return self.tensor[self.names.index(name)]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
     def __getattr__(self, name: str) -> Tensor:
         # Also asked for names that copy and pickle look up before `tensor` exists.
         if name not in LossStats.names:
@@ -247,9 +250,9 @@ def ppo_loss(
     _checks.tensor("logprobs", logprobs, _checks.FLOATS)
     if entropy is not None:
         _checks.like("entropy", entropy, logprobs, "logprobs")
-    elif ent_coef:
-        raise ValueError(f"ent_coef={ent_coef} needs entropy, got None")
     check_options(logprobs, "logprobs", options)
+    if ent_coef and entropy is None:
+        raise ValueError(f"ent_coef={ent_coef} needs entropy, got None")
     inputs = [logprobs, values, entropy]
     need = needs(*inputs)
     loss, stats, *gradients = torch.ops.ppo_kernels.ppo_loss.default(
@@ -285,7 +288,8 @@ def ppo_loss_from_logits(
 
     inplace_backward: the gradient takes the place of the logits, in this very call: nothing of
     their size is allocated. What else saved them for backward raises, and so does a second
-    backward. Where the logits require no grad, and under torch.compile, it changes nothing.
+    backward. Where the logits require no grad, and under torch.compile, it changes nothing. Not for
+    a leaf, which would be its own .grad.
 
     ValueError or TypeError as the two functions raise them.
     """
@@ -360,12 +364,13 @@ def loss_terms(options: dict[str, Any], logprobs: Tensor) -> list[Any]:
         one = 1.0 if terms["reduction"] == "sum" else None
         terms["normalizer"], terms["denominator"] = None, one if normalizer is None else normalizer
     if terms["cu_seqlens"] is not None:
-        terms["cu_seqlens"] = terms["cu_seqlens"].int()
+        terms["cu_seqlens"] = terms["cu_seqlens"].int().contiguous()
     return [terms[name] for name in TERM_NAMES]
 
 
 def check_options(like: Tensor, name: str, options: dict[str, Any]) -> None:
     """Raise for keywords of ppo_loss that do not go together with each other or with `like`."""
+    _check_numbers(options)
     per_token = ("values", "old_values", "returns", "ref_logprobs", "rollout_logprobs")
     for tensor in ("old_logprobs", "advantages"):
         _checks.like(tensor, options[tensor], like, name)
@@ -383,7 +388,6 @@ def check_options(like: Tensor, name: str, options: dict[str, Any]) -> None:
         raise ValueError(f"the value term got {', '.join(given)} but needs {', '.join(missing)}")
     if options["kl_coef"] and options["ref_logprobs"] is None:
         raise ValueError(f"kl_coef={options['kl_coef']} needs ref_logprobs, got None")
-    _check_numbers(options)
     _check_layout(like, name, options)
 
 

@@ -184,8 +184,11 @@ Result finish(const Terms& terms, const std::vector<LossSums>& blocks, ScalarTyp
     if (b.ratio_max > t.ratio_max || std::isnan(b.ratio_max)) t.ratio_max = b.ratio_max;
   }
   const LossOptions& o = terms.options;
-  const double loss =
-      t.policy + o.vf_coef * t.value - o.ent_coef * t.entropy + o.kl_coef * t.kl_ref;
+  // A coefficient of 0 leaves its term out, which may be infinite where it is only watched.
+  double loss = t.policy;
+  if (o.vf_coef != 0) loss += o.vf_coef * t.value;
+  if (o.ent_coef != 0) loss -= o.ent_coef * t.entropy;
+  if (o.kl_coef != 0) loss += o.kl_coef * t.kl_ref;
   const double share = inverse(terms.total_weight);
   const std::vector<double> stats = {t.policy,
                                      t.value,

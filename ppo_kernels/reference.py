@@ -689,7 +689,9 @@ def ppo_loss(
     ent = zero if entropy is None else t.entropy
     kl = zero if ref_logprobs is None else kl_penalty(t.logp, t.ref, kl_kind)
     terms = [(t.coef * x).sum() for x in (pg * t.is_weight, vf, ent, kl)]
-    loss = terms[0] + vf_coef * terms[1] - ent_coef * terms[2] + kl_coef * terms[3]
+    # A coefficient of 0 leaves its term out, which may be infinite where it is only watched.
+    coefs = (1.0, vf_coef, -ent_coef, kl_coef)
+    loss = sum(c * (x if c else x.nan_to_num(0, 0, 0)) for c, x in zip(coefs, terms))
     with torch.no_grad():
         d = (t.logp - t.old).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
         n = t.weight.sum()
@@ -772,12 +774,12 @@ def ppo_loss_grads(
             stopped = stopped | ((t.adv < 0) & (ratio > dual_clip))
         d_pg = torch.where(stopped, 0.0, d_pg)
     d_logp = t.is_weight * d_pg
-    if ref_logprobs is not None:
+    if ref_logprobs is not None and kl_coef:
         d_logp = d_logp + kl_coef * kl_penalty_grad(t.logp, t.ref, kl_kind)
     d_values = d_entropy = None
     if values is not None:
         _, vclip = value_terms(t.values, t.old_values, t.returns, cliprange_value)
-        d_values = vf_coef * t.coef * torch.where(vclip, 0.0, t.values - t.returns)
+        d_values = vf_coef * t.coef * torch.where(vclip | (vf_coef == 0), 0.0, t.values - t.returns)
     if entropy is not None:
         d_entropy = -ent_coef * t.coef
     return t.coef * d_logp, d_values, d_entropy

@@ -250,6 +250,20 @@ def test_bad_input(options: dict, message: str) -> None:
         pk.ppo_loss(x, x, x, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_coefficient_of_0_leaves_an_infinite_term_out(dtype: torch.dtype) -> None:
+    x, off = tokens(dtype), {"vf_coef": 0.0, "ent_coef": 0.0, "kl_coef": 0.0}
+    want = run(x, **off, kl_penalty="k2")
+    for name in ("ref_logprobs", "entropy", "returns"):
+        x[name][1, 3] = -torch.inf
+    got = run(x, **off, kl_penalty="k2")
+    for a, b in zip((got[0], *got[2:]), (want[0], *want[2:])):
+        assert a.isfinite().all() and torch.equal(a, b)
+    for name in ("value_loss", "entropy", "kl_ref"):
+        assert got[1][reference.STAT_NAMES.index(name)].isinf()
+    assert reference.ppo_loss(**x, **off, kl_kind="k2")[0].isfinite()
+
+
 def test_a_tensor_is_no_coefficient() -> None:
     x = torch.zeros(2, 3)
     for name in ("ent_coef", "kl_coef"):

@@ -60,6 +60,10 @@ def test_micro_batches_add_up(reduction: str) -> None:
     test_loss.test_micro_batches_add_up(reduction, size=3)
 
 
+def test_a_coefficient_of_0_leaves_an_infinite_term_out() -> None:
+    test_loss.test_a_coefficient_of_0_leaves_an_infinite_term_out(FP32)
+
+
 def test_on_policy_is_exact() -> None:
     test_loss.test_on_policy_is_exact()
 

@@ -164,7 +164,7 @@ void policy_terms(const LossOptions& o, LossHas has, const Tile<Real>& t, LossSu
     if (has.ref) {
       kl_and_gradient(o.kl, valid ? logp - fetch(t.ref + j) : zero, kl, grad);
       kl_ref = fma(c, kl, kl_ref);
-      d_logp = fma(c * kl_coef, grad, d_logp);
+      if (o.kl_coef != 0) d_logp = fma(c * kl_coef, grad, d_logp);
     }
     store(t.d_logp + j, d_logp);
   });
@@ -184,6 +184,7 @@ template <class Real>
 void value_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
   typedef Vec<Real> V;
   const V range = V{} + Real(o.value_range), coef = V{} + Real(o.vf_coef), zero = {};
+  const bool none = o.vf_coef == 0;
   V sum = {}, clip = {};
   for_vectors(t, [&](int64_t j, V weight, V c, auto valid) __attribute__((always_inline)) {
     const V v = valid ? fetch(t.values + j) : zero, ret = valid ? fetch(t.returns + j) : zero;
@@ -193,7 +194,7 @@ void value_terms(const LossOptions& o, const Tile<Real>& t, LossSums& sums) {
     const auto stop = other * other > error * error;
     sum = fma(c, stop ? other * other : error * error, sum);
     clip = stop ? clip + weight : clip;
-    store(t.d_values + j, stop ? zero : coef * c * error);
+    store(t.d_values + j, none ? zero : (stop ? zero : coef * c * error));
   });
   sums.value += sum_lanes(sum) / 2;
   sums.clip_value += sum_lanes(clip);

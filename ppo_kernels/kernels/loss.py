@@ -156,7 +156,7 @@ def _logprob_terms(
     if ref_ptr is not None:
         kl_ref, kl_grad = _kl(logp - _pick(ref_ptr, t, inside, valid), KL)
         kl_ref *= c
-        d_logp += c * kl_coef * kl_grad
+        d_logp += c * kl_coef * tl.where(kl_coef == 0, 0.0, kl_grad)
     return d_logp, c_policy * loss, kl_ref, log_ratio, r, kl, above, below
 
 
@@ -341,7 +341,8 @@ def _loss_kernel(
         value = tl.sum(0.5 * c * squared, 0)
         clip_value = tl.sum(tl.where(stop, weight, 0.0), 0)
         if d_values_ptr is not None:
-            tl.store(d_values_ptr + t, vf_coef * c * d_value, mask=inside)
+            d_value = tl.where(vf_coef == 0, 0.0, vf_coef * c * d_value)
+            tl.store(d_values_ptr + t, d_value, mask=inside)
     if entropy_ptr is not None:
         entropy = tl.sum(c * _pick(entropy_ptr, t, inside, valid), 0)
         if d_entropy_ptr is not None:
@@ -386,7 +387,8 @@ def _finish_kernel(loss_ptr, stats_ptr, sums_ptr, programs, vf_coef, ent_coef, k
     mean = (k >= 4) & (k <= RATIO_SUM)
     tl.store(stats_ptr + k, tl.where(mean, x * share, x).to(tl.float32), mask=k < SUMS)
     coef = tl.where(k == 0, 1.0, tl.where(k == 1, vf_coef, tl.where(k == 2, -ent_coef, kl_coef)))
-    tl.store(loss_ptr, tl.sum(tl.where(k < 4, coef * x, 0.0), 0).to(tl.float32))
+    # A coefficient of 0 leaves its term out, which may be infinite.
+    tl.store(loss_ptr, tl.sum(tl.where((k < 4) & (coef != 0), coef * x, 0.0), 0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["B", "ignore_index", "parts", "T", "halvings"])

@@ -210,6 +210,8 @@ def ppo_loss(
         tensor is not looked at: one that is not > 0 makes the loss 0.
     whiten: `gae(...).stats`; A becomes `(A - mean) / std` as by masked_whiten.
 
+    A coefficient of 0 leaves its term out of loss and gradient, even an infinite one.
+
     stats: the four aggregates before their coefficients (policy_loss, value_loss, entropy,
     kl_ref), and means over the trained tokens: approx_kl = r - 1 - ln r, policy_kl = old - logp,
     clipfrac = clipfrac_high + clipfrac_low (share of tokens stopped at 1 + cliprange_high and

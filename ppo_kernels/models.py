@@ -185,7 +185,10 @@ def _backbone_output(hf: nn.Module, inputs: dict[str, Any]) -> Tensor:
         and mask.dim() == 2
         and text_only
     ):
-        inputs["position_ids"] = position_ids(mask)
+        named = (inputs.get(name) for name in ("input_ids", "inputs_embeds"))
+        given = next((x for x in named if x is not None), mask)
+        # With a cache the mask speaks of the tokens in it, too.
+        inputs["position_ids"] = position_ids(mask)[:, -given.shape[1] :]
     return backbone(**inputs)[0]
 
 
@@ -563,13 +566,29 @@ class _WithValueHead(_Policy):
     def value_parameters(self) -> Iterator[nn.Parameter]:
         return self.v_head.parameters()
 
-    def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
-        """The LM (or its adapter) as transformers (or peft) saves it, and v_head.safetensors."""
+    def save_pretrained(
+        self,
+        path: str | Path,
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """The LM (or its adapter) as transformers (or peft) saves it, and v_head.safetensors.
+
+        state_dict: what is saved instead of the own weights, named as in `state_dict()`.
+        """
         from safetensors.torch import save_file
 
-        self.pretrained_model.save_pretrained(path, **kwargs)
-        state = {f"v_head.{k}": v.contiguous() for k, v in self.v_head.state_dict().items()}
-        save_file(state, Path(path) / "v_head.safetensors", metadata={"format": "pt"})
+        own = {f"v_head.{k}": v for k, v in self.v_head.state_dict().items()}
+        given = own if state_dict is None else state_dict
+        head = {k: given.get(k, v).contiguous() for k, v in own.items()}
+        if state_dict is not None:
+            names = {k: k.removeprefix("pretrained_model.") for k in state_dict if k not in own}
+            kwargs["state_dict"] = {name: state_dict[k] for k, name in names.items()}
+        self.pretrained_model.save_pretrained(path, is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            save_file(head, Path(path) / "v_head.safetensors", metadata={"format": "pt"})
 
     @classmethod
     def from_pretrained(

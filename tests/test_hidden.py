@@ -176,6 +176,13 @@ def test_padded_reductions(reduction: str) -> None:
     close(gradients(got.loss, x), gradients(expected.loss, want))
 
 
+def test_a_normalizer_is_a_real_number() -> None:
+    hidden, weight, labels = torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64)
+    for wrong in (torch.tensor(2 + 3j), torch.tensor(True)):
+        with pytest.raises(TypeError, match="normalizer must have dtype"):
+            pk.lm_loss(hidden, weight, labels, normalizer=wrong)
+
+
 @pytest.mark.parametrize("normalizer", [None, 11.0])
 def test_lm_loss(normalizer: float | None) -> None:
     x = problem()

@@ -621,6 +621,37 @@ def test_save_and_load(family: str, tmp_path: Path) -> None:
         plain.load_v_head(empty)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5-tied"])
+def test_a_state_dict_takes_the_place_of_the_weights(family: str, tmp_path: Path) -> None:
+    model, other = wrap(family), wrap(family)
+    with torch.no_grad():
+        for p in other.parameters():
+            p += 0.1
+    model.save_pretrained(tmp_path, state_dict=other.state_dict())
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(values_of(again), values_of(other), **FP32)
+    assert (values_of(again) - values_of(model)).abs().max() > 0.01
+
+
+def test_only_the_main_process_writes_a_value_head(tmp_path: Path) -> None:
+    wrap("gpt2").save_pretrained(tmp_path, is_main_process=False)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_hidden_states_go_on_from_a_cache(family: str) -> None:
+    model, ids = build(*FAMILIES[family]).eval(), torch.arange(3, 17).view(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        whole = hidden_states(model, input_ids=ids, attention_mask=mask)
+        positions = position_ids(mask)[:, :5]
+        start = {"input_ids": ids[:, :5], "attention_mask": mask[:, :5], "position_ids": positions}
+        cache = model(**start, use_cache=True).past_key_values
+        rest = {"input_ids": ids[:, 5:], "attention_mask": mask, "past_key_values": cache}
+        torch.testing.assert_close(hidden_states(model, **rest), whole[:, 5:], **FP32)
+
+
 @pytest.mark.parametrize("layout", ["safetensors", "sharded", "bin"])
 def test_directories_of_trl_are_read(layout: str, tmp_path: Path) -> None:
     """TRL classic saves the LM's own names and `v_head.*` in one state dict."""

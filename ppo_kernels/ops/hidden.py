@@ -352,9 +352,10 @@ def ppo_loss_from_hidden(
 
     d(weight) of a bf16 weight is summed in fp32 and rounded to bf16 once. Between chunks the sums
     keep all 32 bits on CUDA, 24 of them (16 of precision) on a CPU: with hundreds of chunks the one
-    rounding still outweighs theirs, with thousands of equal ones it does not. They lie in the
-    memory of d(weight) and at most 1 GiB more on CUDA, 136 MB on a CPU; for rows of weight that
-    find no room the logits are made again (at most 1 N H V flops more).
+    rounding still outweighs theirs where chunks agree in sign; numbers that nearly cancel, and
+    thousands of equal chunks, have more error. They lie in the memory of d(weight) and at most
+    1 GiB more on CUDA, 136 MB on a CPU; for rows of weight that find no room the logits are made
+    again (at most 1 N H V flops more).
 
     compact: tokens that are not trained leave before any GEMM, and tokens whose gradient is
         exactly 0 (clipped; no advantage and neither entropy nor KL term) before the backward
@@ -537,6 +538,7 @@ def _check_tensors(hidden: Any, weight: Any, labels: Any, bias: Any) -> None:
 
 def _check_normalizer(normalizer: Any, hidden: Tensor) -> None:
     if isinstance(normalizer, Tensor):
+        _checks.tensor("normalizer", normalizer, _checks.FLOATS + _checks.INDICES)
         _checks.shape("normalizer", normalizer, (), "a number")
         _checks.same_device("normalizer", normalizer, hidden.device, "hidden")
     elif normalizer is not None:

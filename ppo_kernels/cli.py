@@ -50,11 +50,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     which = demo.add_subparsers(dest="demo", required=True)
     which.add_parser("worked-example", help="one answer of seven tokens, step by step")
     sentiment = which.add_parser("sentiment", help="SFT, reward model, PPO and a report")
-    sentiment.add_argument(
-        "--quick",
-        action="store_true",
-        help="51 seconds instead of 180 on two free cores, more on busy ones",
-    )
+    minute = "a minute instead of three on two free cores, more on busy ones"
+    sentiment.add_argument("--quick", action="store_true", help=minute)
     sentiment.add_argument("--out", type=Path, help="default runs/sentiment[-quick]-SEED")
     sentiment.add_argument("--seed", type=int, default=0)
 
